@@ -1,0 +1,1 @@
+"""The model, written for one shard. Start reading at `decoder.py`."""

@@ -1,0 +1,124 @@
+"""Gated MLP with SwiGLU-OAI: the dense layers and the shared expert."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Float32
+
+from . import linear, row_linear
+from .compare import assert_ulp
+from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
+from .weight import Weight, dequantize, split_input
+
+CELLS = (
+    Cell(
+        "shared expert at TP8", dict(T=8, D=6144, F=384, S=1, format="mxfp8", quant=True, gain=4)
+    ),
+    Cell("every clamp crossed", dict(T=5, D=64, F=96, S=8, format="dense", quant=False, gain=40)),
+)
+
+
+class SwiGLU(NamedTuple):
+    """The three numbers of SwiGLU-OAI. All are required: plain SiLU defaults give fluent nonsense."""
+
+    alpha: float
+    limit: float
+    beta: float
+
+    def __call__(self, gate: Array, up: Array) -> Array:
+        """y = g * sigmoid(alpha g) * (u + beta), g clamped above, u on both sides."""
+        g = jnp.minimum(gate, self.limit)
+        u = jnp.clip(up, -self.limit, self.limit)
+        return g * jax.nn.sigmoid(self.alpha * g) * (u + self.beta)
+
+
+@checked
+def mlp(
+    x: Float[Array, "T D"],
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    *,
+    swiglu: SwiGLU,
+    slices: int,
+    quantize_input: bool,
+    impl: Impl = REFERENCE,
+) -> Float32[Array, "T S D"]:
+    """Partial sums of down(swiglu(gate(x), up(x))) over `slices` runs of the intermediate axis.
+
+    Args:
+      x: input rows, the same on every rank.
+      gate, up: [F, D] of this rank. down: [D, F] of this rank. Dense or MXFP8.
+      swiglu: alpha, limit, beta.
+      slices: runs that F is cut into; divides F.
+      quantize_input: quantise both products' inputs per row and 32 channels (MXFP8 weights only).
+      impl: the implementation, chosen by the Target.
+    Raises:
+      TypeCheckError: shapes or dtypes disagree.
+    """
+    match impl.kind:
+        case Kind.REFERENCE:
+            return reference(
+                x, gate, up, down, swiglu=swiglu, slices=slices, quantize_input=quantize_input
+            )
+        case _:
+            raise no_implementation("mlp", impl)
+
+
+def reference(
+    x: Array,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    *,
+    swiglu: SwiGLU,
+    slices: int,
+    quantize_input: bool,
+) -> Array:
+    """The specification. Gate and up leave their product rounded to x's dtype, as a linear layer does."""
+    w_gate, w_up = dequantize(gate, x.dtype), dequantize(up, x.dtype)  # F D
+    w_down = split_input(dequantize(down, x.dtype), slices)  # S D f
+
+    def tile(rows: Array) -> Array:
+        rows = linear.prepare(rows, gate, quantize_input)
+        g, u = (
+            jnp.einsum("td,fd->tf", rows, w, preferred_element_type=jnp.float32).astype(x.dtype)
+            for w in (w_gate, w_up)
+        )
+        hidden = swiglu(g.astype(jnp.float32), u.astype(jnp.float32)).astype(x.dtype)
+        return row_linear.sliced_product(linear.prepare(hidden, down, quantize_input), w_down)
+
+    return map_tiles(tile, x)
+
+
+def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
+    """Arguments of `mlp` for one cell; `gain` makes pre-activations cross the clamp."""
+    keys = jax.random.split(key, 4)
+    width, hidden, fmt = spec["D"], spec["F"], spec["format"]
+    return dict(
+        x=spec["gain"] * jax.random.normal(keys[0], (spec["T"], width)),
+        gate=linear.random_weight(keys[1], (hidden, width), fmt),
+        up=linear.random_weight(keys[2], (hidden, width), fmt),
+        down=linear.random_weight(keys[3], (width, hidden), fmt),
+        swiglu=SwiGLU(1.702, 7.0, 1.0),
+        slices=spec["S"],
+        quantize_input=spec["quant"],
+    )
+
+
+def compare(out: Array, ref: Array) -> None:
+    """64 ulp: two products in a row, and a code of the quantised middle may move by one step of 2^-4.
+
+    One changed E4M3 code among hundreds moves a sum by far less than its row's largest entry times 64 ulp
+    only where inputs agree to the bit, so kernels quantise from the same rounded values.
+    """
+    assert_ulp(out, ref, 64, "mlp")
+
+
+def bytes_moved(spec: Mapping[str, Any]) -> int:
+    """Three weights once, rows in and out in float32."""
+    per_weight = 33 / 32 if spec["format"] == "mxfp8" else 4
+    return int(3 * spec["D"] * spec["F"] * per_weight) + 8 * spec["T"] * spec["D"]

@@ -1,0 +1,85 @@
+"""What every op module is made of: implementations, cells, the shape check and the row tiles."""
+
+import enum
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+ROW_TILE = 8
+"""Rows that the reference computes at a time, whatever the number of live rows.
+
+An XLA matmul gives one row other last bits in a batch of 2 than in a batch of 8. Running each op over
+tiles of one fixed shape makes a row's bits independent of its neighbours, so that decode (one row a slot),
+verify (1 + K rows) and prefill (a chunk) agree. Any size works if one size serves every phase.
+"""
+
+
+class Kind(enum.StrEnum):
+    """Where an implementation comes from."""
+
+    REFERENCE = "reference"
+    COMPOSED = "composed"
+    PALLAS = "pallas"
+    TRITON = "triton"
+    CUTE = "cute"
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One implementation of one op, chosen by the Target before tracing. Hashable, static under jit."""
+
+    kind: Kind = Kind.REFERENCE
+    arch: str = "cpu"
+    tuning: Hashable = None
+
+
+REFERENCE = Impl()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape to test, tune and time, with the reason that it is here."""
+
+    why: str
+    spec: Mapping[str, Any] = field(hash=False)
+
+
+checked = jaxtyped(typechecker=beartype)
+"""Makes jaxtyping annotations the shape check. Runs while tracing; a compiled step pays nothing."""
+
+
+def no_implementation(op: str, impl: Impl) -> NotImplementedError:
+    """The error of an op asked for an implementation that it does not have."""
+    return NotImplementedError(
+        f"{op} has no {impl.kind} implementation for {impl.arch}; "
+        f"unset M31JAX_IMPL or name one that `m31jax explain` lists"
+    )
+
+
+def map_tiles(fn: Callable[..., Any], *rows: jax.Array | None) -> Any:
+    """Apply a row-wise function over fixed tiles of ROW_TILE rows.
+
+    Args:
+      fn: takes as many arrays as `rows`, each [ROW_TILE, ...] (None stays None); returns a pytree of
+        [ROW_TILE, ...]. Row i of its result may depend on row i of its arguments only.
+      rows: arrays with one leading axis of T rows. The last tile is filled with copies of the last row,
+        whose results are dropped.
+    Returns:
+      The results for all T rows.
+    """
+    count = next(x.shape[0] for x in rows if x is not None)
+    tiles = -(-count // ROW_TILE)
+
+    def split(x: jax.Array | None) -> jax.Array | None:
+        if x is None:
+            return None
+        fill = [(0, tiles * ROW_TILE - count)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, fill, mode="edge").reshape(tiles, ROW_TILE, *x.shape[1:])
+
+    out = jax.lax.map(lambda tile: fn(*tile), tuple(split(x) for x in rows))
+    return jax.tree.map(lambda y: y.reshape(tiles * ROW_TILE, *y.shape[2:])[:count], out)

@@ -1,0 +1,1 @@
+"""Mesh, logical axes and collectives. A leaf: knows nothing of the model."""
