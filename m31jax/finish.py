@@ -94,7 +94,8 @@ class Finish:
         text = ""
         if self.finish_reason is None:
             self.finish_reason = "abort"
-            text = self._matcher.feed(self._flush(), can_stop=False)[0] + self._matcher.held
+            can_stop = self.token_count >= self._min_tokens
+            text = self._matcher.feed(self._flush(), can_stop)[0] + self._matcher.held
         return Step((), text, self.finish_reason, self.stop_reason)
 
     def _take(self, token_id: int) -> str:

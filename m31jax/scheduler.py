@@ -109,7 +109,7 @@ class PagePool:
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
+        """Give pages back; they are the next to be handed out, in the same order."""
         for page in reversed(pages):
             assert page != GUARD_PAGE, "the guard page belongs to nobody"
             assert not self._is_free[page], f"page {page} is free already"
@@ -260,14 +260,15 @@ class Scheduler:
                 f"this {type(work).__name__} is not what next_work gave last; commit each work once"
             )
         if isinstance(work, Prefill):
-            held = {work.slot: work.request}
+            slots = (work.slot,)
             low = high = int(work.is_last)
         else:
-            held = dict(zip(work.slots, work.requests, strict=True))
+            slots = work.slots
             low, high = 1, 1 + self.reserve_tokens
-        if not tokens.keys() <= held.keys():
-            raise ValueError(f"tokens for slots {sorted(tokens)}, but the work had {sorted(held)}")
-        live = [e for s, r in held.items() if (e := self._slots[s]) is not None and e.request is r]
+        if not tokens.keys() <= set(slots):
+            raise ValueError(f"tokens for slots {sorted(tokens)}, but the work had {slots}")
+        # An aborted slot is empty: only next_work fills slots, and it would have voided this work.
+        live = [e for slot in slots if (e := self._slots[slot]) is not None]
         for entry in live:
             count = len(tokens.get(entry.slot, ()))
             if not low <= count <= high:

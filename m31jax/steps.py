@@ -80,11 +80,10 @@ class Steps:
     @functools.cached_property
     def init_state(self) -> Callable[[], DecodeState]:
         """() -> a zeroed state."""
-        shapes, specs = states.abstract(self.spec)
-        placed = jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
+        shapes, _ = states.abstract(self.spec)
         return jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes),
-            out_shardings=placed,
+            out_shardings=self._placement,
         )
 
     @functools.cached_property
@@ -118,7 +117,7 @@ class Steps:
 
     @functools.cached_property
     def prefill(self) -> Callable[..., tuple[DecodeState, Drawn]]:
-        """(params, state, slot, ids [C], start, count, is_last, *, pages, is_greedy) -> (state, drawn).
+        """(params, state, slot, ids [C], start, count, is_last, *, pages) -> (state, drawn of 1 row).
 
         Appends `count` prompt tokens at positions start.. of `slot`. The token drawn from the last of
         them becomes the slot's next token, and the slot active, if `is_last`.
@@ -134,13 +133,12 @@ class Steps:
             is_last: Array,
             *,
             pages: int,
-            is_greedy: bool,
         ):
             model = nnx.merge(self.graph, params)
             rows = _chunk(slot, ids, start, count)
             h, lanes, _ = model(rows, state.lanes, state.page_table[:, :pages])
             last = jax.lax.dynamic_slice_in_dim(h, jnp.maximum(count, 1) - 1, 1)
-            drawn = _draw(model.logits(last), _take(state.sampling, slot[None]), is_greedy)
+            drawn = _draw(model.logits(last), _take(state.sampling, slot[None]), False)
             done = is_last.astype(jnp.int32)
             counts = state.sampling.count.at[slot].add(done)
             token = jnp.where(is_last, drawn.token[0], state.next_token[slot])
@@ -154,7 +152,7 @@ class Steps:
             )
             return state, drawn
 
-        return self._jit(local, (PartitionSpec(),) * 5, ("pages", "is_greedy"))
+        return self._jit(local, (PartitionSpec(),) * 5, ("pages",))
 
     @functools.cached_property
     def observe(self) -> Callable[..., tuple[DecodeState, Observed]]:
@@ -202,7 +200,20 @@ class Steps:
                 sampling=_put(state.sampling, slot, one),
             )
 
-        return jax.jit(admit, donate_argnums=0)
+        return self._jit_host(admit)
+
+    @functools.cached_property
+    def free(self) -> Callable[..., DecodeState]:
+        """(state, slot) -> state with the slot inactive and empty; its page row stays until `admit`."""
+
+        def free(state: DecodeState, slot: Array) -> DecodeState:
+            return replace(
+                state,
+                lengths=state.lengths.at[slot].set(0),
+                is_active=state.is_active.at[slot].set(False),
+            )
+
+        return self._jit_host(free)
 
     @functools.cached_property
     def extract(self) -> Callable[..., Prefix]:
@@ -241,7 +252,16 @@ class Steps:
                 sampling=_put(state.sampling, slot, prefix.sampling),
             )
 
-        return jax.jit(insert, donate_argnums=0)
+        return self._jit_host(insert)
+
+    @functools.cached_property
+    def _placement(self) -> DecodeState:
+        _, specs = states.abstract(self.spec)
+        return jax.tree.map(lambda s: NamedSharding(self.mesh, s), specs)
+
+    def _jit_host(self, change: Callable[..., DecodeState]) -> Callable[..., DecodeState]:
+        """Jit a change of slots that runs no model; the state is donated and stays placed."""
+        return jax.jit(change, donate_argnums=0, out_shardings=self._placement)
 
     def _jit(self, local: Callable[..., Any], rest: tuple, static: tuple[str, ...]) -> Any:
         """Jit `local(params, state, *rest, **static)` under shard_map, the state donated."""

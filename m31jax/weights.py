@@ -1,26 +1,27 @@
 """MANIFEST: the one table of parameters, and the checkpoint tensors each is filled from.
 
-`expand(config, tp, dtype)` resolves the table for one model and one tensor-parallel width. Everything that
-reads, writes, measures or checks weights goes through it; only this file knows checkpoint tensor names.
+`expand(config, tp, dtype)` resolves the table for one model and one tensor-parallel width. Everything
+that reads, writes, measures or checks weights goes through it; only this file knows tensor names.
 
 Names of checkpoint tensors are given after the prefix (`language_model.` in the released files).
 
-| stored as | tensors of a linear X                                   | value                              |
-|-----------|---------------------------------------------------------|------------------------------------|
-| bf16      | weight BF16 [N, K]                                      | as it is                           |
-| mxfp8     | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]     | e4m3 * 2^(byte - 127)              |
-| nvfp4     | weight_packed U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_global_scale F32 [1] | e2m1 * scale / global |
-| modelopt  | weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 [] | e2m1 * scale * scale_2 |
+| format         | tensors of a linear X [N, K]                                   |
+|----------------|----------------------------------------------------------------|
+| bf16           | weight                                                         |
+| mxfp8          | weight E4M3, weight_scale_inv E8M0 [N, K/32]                   |
+| nvfp4          | weight_packed, weight_scale E4M3 [N, K/16], weight_global_scale |
+| nvfp4_modelopt | weight (packed), weight_scale E4M3 [N, K/16], weight_scale_2   |
+
+Values are e4m3 * 2^(byte - 127), and e2m1 * weight_scale / weight_global_scale or * weight_scale_2.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-
 from numpy.typing import DTypeLike
 
 from . import mxfp8, nvfp4
@@ -62,8 +63,8 @@ class Part:
     codes: str = ""
 
 
-# The last part of each NVFP4 packaging is the static activation scale; files that quantise activations on
-# the fly lack it. `weight_scale_inv` multiplies, whatever its name says.
+# The last part of each NVFP4 packaging is the static activation scale; files that quantise
+# activations on the fly lack it. `weight_scale_inv` multiplies, whatever its name says.
 _MXFP8 = (
     Part(".weight", ".weight", ("F8_E4M3",), E4M3, "bits", "e4m3"),
     Part(".weight_scale", ".weight_scale_inv", ("U8", "F8_E8M0"), U8, "bits", "e8m0_scale",
@@ -100,11 +101,11 @@ class Row:
 
     Attributes:
       parameter: dot path of the module, `{l}` the layer; the suffixes of `FORMATS` follow.
-      tensors: names after the prefix, `{e}` the expert; more than one are stacked on a leading axis.
+      tensors: names after the prefix, `{e}` the expert; several are stacked on a leading axis.
       shape: letters of `dimensions`, output axis first.
       axes: logical axis (`sharding.rules`) of each letter; None is replicated.
-      store: a key of FORMATS, or "linear" and "expert", whose format the config's quantisation gives.
-      where: which layers have it, a key of `_layers`.
+      store: a key of FORMATS, or "linear" or "expert": the config's quantisation gives the format.
+      where: which layers have it, a key of `layers`.
       set: rows of one layer with the same set are useless one without the other.
     """
 
@@ -117,40 +118,49 @@ class Row:
     set: str = ""
 
 
-_L = "model.layers.{l}."
-_ATTN, _MLP, _MOE = _L + "self_attn.", _L + "mlp.", _L + "block_sparse_moe."
-_SHARED, _EXPERT = _MOE + "shared_experts.", _MOE + "experts.{e}."
-_attn, _mlp, _moe = "layers.{l}.self_attn.", "layers.{l}.mlp.", "layers.{l}.moe."
+def _at(place: tuple[str, str], leaf: str, *row: Any) -> Row:
+    """A row whose module has the same last name in memory and in the checkpoint."""
+    return Row(place[0] + leaf, (place[1] + leaf,), *row)
 
-# fmt: off
+
+_TOP = ("", "model.")
+_LAYER = ("layers.{l}.", "model.layers.{l}.")
+_ATTN = ("layers.{l}.self_attn.", "model.layers.{l}.self_attn.")
+_MLP = ("layers.{l}.mlp.", "model.layers.{l}.mlp.")
+_MOE = ("layers.{l}.moe.", "model.layers.{l}.block_sparse_moe.")
+_SHARED = (_MOE[0] + "shared_expert.", _MOE[1] + "shared_experts.")
+_EXPERT = (_MOE[0] + "experts.", _MOE[1] + "experts.{e}.")
+_W13 = (_EXPERT[1] + "w1", _EXPERT[1] + "w3")
+_BIAS = "e_score_correction_bias"
+_ROWS, _COLUMNS, _WHOLE = ("mlp", None), (None, "mlp"), (None, None)
+
 MANIFEST: tuple[Row, ...] = (
-    Row("embed_tokens", ("model.embed_tokens",), "VD", ("vocab", None), "matrix", "model"),
-    Row("norm", ("model.norm",), "D", (None,), "norm", "model"),
+    _at(_TOP, "embed_tokens", "VD", ("vocab", None), "matrix", "model"),
+    _at(_TOP, "norm", "D", (None,), "norm", "model"),
     Row("lm_head", ("lm_head",), "VD", ("vocab", None), "matrix", "untied"),
-    Row("layers.{l}.input_layernorm", (_L + "input_layernorm",), "D", (None,), "norm", "layer"),
-    Row("layers.{l}.post_attention_layernorm", (_L + "post_attention_layernorm",), "D", (None,), "norm", "layer"),
-    Row(_attn + "q_proj", (_ATTN + "q_proj",), "QD", ("heads", None), "linear", "layer", "qkv"),
-    Row(_attn + "k_proj", (_ATTN + "k_proj",), "KD", ("kv_heads", None), "linear", "layer", "qkv"),
-    Row(_attn + "v_proj", (_ATTN + "v_proj",), "KD", ("kv_heads", None), "linear", "layer", "qkv"),
-    Row(_attn + "o_proj", (_ATTN + "o_proj",), "DQ", (None, "heads"), "linear", "layer"),
-    Row(_attn + "q_norm", (_ATTN + "q_norm",), "H", (None,), "norm", "layer", "qk_norm"),
-    Row(_attn + "k_norm", (_ATTN + "k_norm",), "H", (None,), "norm", "layer", "qk_norm"),
-    Row(_attn + "index_q_proj", (_ATTN + "index_q_proj",), "ID", ("index_heads", None), "linear", "sparse", "index"),
-    Row(_attn + "index_k_proj", (_ATTN + "index_k_proj",), "JD", (None, None), "linear", "sparse", "index"),
-    Row(_attn + "index_q_norm", (_ATTN + "index_q_norm",), "J", (None,), "norm", "sparse", "index"),
-    Row(_attn + "index_k_norm", (_ATTN + "index_k_norm",), "J", (None,), "norm", "sparse", "index"),
-    Row(_mlp + "gate_proj", (_MLP + "gate_proj",), "MD", ("mlp", None), "linear", "dense", "mlp"),
-    Row(_mlp + "up_proj", (_MLP + "up_proj",), "MD", ("mlp", None), "linear", "dense", "mlp"),
-    Row(_mlp + "down_proj", (_MLP + "down_proj",), "DM", (None, "mlp"), "linear", "dense", "mlp"),
-    Row(_moe + "router", (_MOE + "gate",), "ED", (None, None), "router", "moe"),
-    Row(_moe + "router.e_score_correction_bias", (_MOE + "e_score_correction_bias",), "E", (None,), "bias", "bias"),
-    Row(_moe + "experts.gate_up_proj", (_EXPERT + "w1", _EXPERT + "w3"), "FD", ("mlp", None), "expert", "moe", "expert"),
-    Row(_moe + "experts.down_proj", (_EXPERT + "w2",), "DF", (None, "mlp"), "expert", "moe", "expert"),
-    Row(_moe + "shared_expert.gate_proj", (_SHARED + "gate_proj",), "SD", ("mlp", None), "linear", "shared", "shared"),
-    Row(_moe + "shared_expert.up_proj", (_SHARED + "up_proj",), "SD", ("mlp", None), "linear", "shared", "shared"),
-    Row(_moe + "shared_expert.down_proj", (_SHARED + "down_proj",), "DS", (None, "mlp"), "linear", "shared", "shared"),
+    _at(_LAYER, "input_layernorm", "D", (None,), "norm", "layer"),
+    _at(_LAYER, "post_attention_layernorm", "D", (None,), "norm", "layer"),
+    _at(_ATTN, "q_proj", "QD", ("heads", None), "linear", "layer", "qkv"),
+    _at(_ATTN, "k_proj", "KD", ("kv_heads", None), "linear", "layer", "qkv"),
+    _at(_ATTN, "v_proj", "KD", ("kv_heads", None), "linear", "layer", "qkv"),
+    _at(_ATTN, "o_proj", "DQ", (None, "heads"), "linear", "layer"),
+    _at(_ATTN, "q_norm", "H", (None,), "norm", "layer", "qk_norm"),
+    _at(_ATTN, "k_norm", "H", (None,), "norm", "layer", "qk_norm"),
+    _at(_ATTN, "index_q_proj", "ID", ("index_heads", None), "linear", "sparse", "index"),
+    _at(_ATTN, "index_k_proj", "JD", _WHOLE, "linear", "sparse", "index"),
+    _at(_ATTN, "index_q_norm", "J", (None,), "norm", "sparse", "index"),
+    _at(_ATTN, "index_k_norm", "J", (None,), "norm", "sparse", "index"),
+    _at(_MLP, "gate_proj", "MD", _ROWS, "linear", "dense", "mlp"),
+    _at(_MLP, "up_proj", "MD", _ROWS, "linear", "dense", "mlp"),
+    _at(_MLP, "down_proj", "DM", _COLUMNS, "linear", "dense", "mlp"),
+    Row(_MOE[0] + "router", (_MOE[1] + "gate",), "ED", _WHOLE, "router", "moe"),
+    Row(_MOE[0] + "router." + _BIAS, (_MOE[1] + _BIAS,), "E", (None,), "bias", "bias"),
+    Row(_EXPERT[0] + "gate_up_proj", _W13, "FD", _ROWS, "expert", "moe", "expert"),
+    Row(_EXPERT[0] + "down_proj", (_EXPERT[1] + "w2",), "DF", _COLUMNS, "expert", "moe", "expert"),
+    _at(_SHARED, "gate_proj", "SD", _ROWS, "linear", "shared", "shared"),
+    _at(_SHARED, "up_proj", "SD", _ROWS, "linear", "shared", "shared"),
+    _at(_SHARED, "down_proj", "DS", _COLUMNS, "linear", "shared", "shared"),
 )
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +197,8 @@ class Parameter:
 
     Attributes:
       name: dot path.
-      shape: global shape. Where tp exceeds the heads, `repeat` neighbouring ranks hold the same head and
-        axis 0 counts it `repeat` times.
+      shape: global shape. Where tp exceeds the heads, `repeat` neighbouring ranks hold the same
+        head and axis 0 counts it `repeat` times.
       dtype, axes: dtype in memory; the logical axis of each dimension.
       head_rows: rows of one head along axis 0.
     """
@@ -214,7 +224,7 @@ class Manifest:
 
     Attributes:
       parameters: what is held in memory, in the order of the model.
-      optional: tensors that may be present, are checked and are not held (static activation scales).
+      optional: tensors that may be present and are only checked (static activation scales).
     """
 
     parameters: tuple[Parameter, ...]
@@ -291,7 +301,7 @@ def stored_format(config: ModelConfig, store: Store, module: str) -> str:
 def _resolve(
     config: ModelConfig, row: Row, layer: int, tp: int, dtype: np.dtype
 ) -> Iterator[Parameter]:
-    """Parameters of one row in one layer; one without a name holds sources that are only checked."""
+    """Parameters of one row in one layer; one without a name has sources that are only checked."""
     names = [name.replace("{l}", str(layer)) for name in row.tensors]
     lead: tuple[int, ...] = ()
     modules: list[tuple[str, tuple[int, ...], str]] = [(names[0], (), f"{layer}.{row.set}")]
@@ -313,8 +323,8 @@ def _resolve(
     for part in FORMATS[stored_format(config, row.store, modules[0][0])]:
         if part.divide and width % part.divide:
             raise ConfigError(
-                f"{modules[0][0]}: input width {width} is not a multiple of {part.divide}, the group of "
-                f"{part.tensor}; this module has to stay unquantised (list it in ignored_layers)"
+                f"{modules[0][0]}: input width {width} is not a multiple of {part.divide}, the group "
+                f"of {part.tensor}; list the module in ignored_layers and leave it in BF16"
             )
         shapes = ((*outer, width // part.divide),) if part.divide else ((1,), ())
         whole = (*outer, width // part.divide) if part.divide else ()

@@ -1,6 +1,7 @@
 """Safetensors files and their index: which tensors lie where, before any value is read."""
 
 import json
+import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,10 @@ def read_header(path: Path) -> tuple[dict[str, Stored], str | None]:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if start == b"version ":
-            return {}, f"{path.name} is a Git LFS pointer, not weights; fetch it with `git lfs pull`"
+            return (
+                {},
+                f"{path.name} is a Git LFS pointer, not weights; fetch it with `git lfs pull`",
+            )
         if size < 8 or length > size - 8:
             return {}, (
                 f"{path.name} is truncated or no safetensors file: {size} bytes, header needs "
@@ -189,3 +193,25 @@ def _against_index(
             f"{INDEX} says total_size {total}, the shards hold {held} bytes: files of two versions"
         )
     return problems
+
+
+class Views:
+    """Memory-mapped values of stored tensors."""
+
+    def __init__(self):
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def view(self, stored: Stored) -> np.ndarray:
+        """A tensor's values as a read-only view of its file."""
+        if stored.path not in self._maps:
+            with stored.path.open("rb") as file:
+                self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        dtype = DTYPES[stored.dtype]
+        count = stored.nbytes // dtype.itemsize
+        flat = np.frombuffer(self._maps[stored.path], dtype, count, stored.offset)
+        return flat.reshape(stored.shape)
+
+    def release(self) -> None:
+        """Give back the memory of pages read so far; views stay valid and read the file again."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)

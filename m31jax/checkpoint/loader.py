@@ -18,7 +18,7 @@ from sharding import rules
 from .. import weights
 from ..config import ModelConfig
 from ..errors import CheckpointError
-from . import convert, values
+from . import orbax, values
 from .files import Stored
 from .plan import check_widths, plan
 from .reader import Checkpoint, raise_problems
@@ -54,8 +54,8 @@ def load(
     """
     path, tp = Path(path), mesh.shape[mesh_names.TP]
     check_widths(config, tp)
-    if convert.is_orbax(path):
-        params = convert.from_orbax(path, config, mesh, dtype=dtype)
+    if orbax.is_orbax(path):
+        params = orbax.from_orbax(path, config, mesh, dtype=dtype)
     else:
         params = _load_safetensors(path, config, mesh, dtype, progress)
     expected = plan(config, tp, dtype).bytes_per_rank
@@ -77,7 +77,8 @@ def _load_safetensors(
     path: Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike, progress: bool
 ) -> dict[str, jax.Array]:
     manifest = weights.expand(config, mesh.shape[mesh_names.TP], dtype)
-    with Checkpoint(path) as checkpoint, ThreadPoolExecutor(_THREADS) as pool:
+    checkpoint = Checkpoint(path)
+    with ThreadPoolExecutor(_THREADS) as pool:
         problems = checkpoint.problems(manifest)
         raise_problems(path, problems or values.check_optional(checkpoint, manifest.optional))
         # File order, so that a disk reads forward and few shards are open at once.
@@ -86,7 +87,12 @@ def _load_safetensors(
         total = sum(_slice_bytes(p, set(local[p.name].values())) for p in order)
         made: dict[str, jax.Array] = {}
         with tqdm(
-            total=total, unit="B", unit_scale=True, desc="load", file=sys.stderr, disable=not progress
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="load",
+            file=sys.stderr,
+            disable=not progress,
         ) as bar:
             for parameter in order:
                 filler = _Filler(checkpoint, parameter)

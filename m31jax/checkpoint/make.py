@@ -13,7 +13,15 @@ from .. import weights
 from ..config import ModelConfig, Quantization
 from ..errors import CheckpointError, ConfigError
 from . import dspark, random_values
-from .writer import SHARD_BYTES, Spec, Values, fresh_directory, pack_shards, write_json, write_sharded
+from .writer import (
+    SHARD_BYTES,
+    Spec,
+    Values,
+    fresh_directory,
+    pack_shards,
+    write_json,
+    write_sharded,
+)
 
 PREFIX = "language_model."
 FORMATS = {"bf16": ("bf16", "bf16"), "mxfp8": ("mxfp8", "mxfp8"), "nvfp4": ("mxfp8", "nvfp4")}
@@ -123,17 +131,17 @@ def dry_run(
 
 
 def released_sources(config: ModelConfig) -> list[weights.Source]:
-    """Every tensor of the released layout, layer by layer."""
+    """Every tensor of the released layout, layer by layer and there by name."""
     manifest = weights.expand(config)
     return sorted((*manifest.sources(), *manifest.optional), key=_layer_order)
 
 
-def _layer_order(source: weights.Source) -> int:
-    """The layer of a tensor; the embedding comes first, final norm and head last."""
+def _layer_order(source: weights.Source) -> tuple[int, str]:
+    """The layer of a tensor, and its name; the embedding comes first, final norm and head last."""
     parts = source.name.split(".")
     if "layers" in parts:
-        return int(parts[parts.index("layers") + 1])
-    return -1 if "embed_tokens" in parts else 1 << 30
+        return int(parts[parts.index("layers") + 1]), source.name
+    return -1 if "embed_tokens" in parts else 1 << 30, source.name
 
 
 def _spec(prefix: str, source: weights.Source) -> Spec:

@@ -38,7 +38,9 @@ def plan(config: ModelConfig, tp: int, dtype: DTypeLike = np.float32) -> Plan:
       TargetError: the model cannot be cut to `tp` ranks.
     """
     check_widths(config, tp)
-    return Plan(tp, {p.name: local_bytes(p, tp) for p in weights.expand(config, tp, dtype).parameters})
+    return Plan(
+        tp, {p.name: local_bytes(p, tp) for p in weights.expand(config, tp, dtype).parameters}
+    )
 
 
 def local_bytes(parameter: weights.Parameter, tp: int) -> int:
@@ -55,7 +57,7 @@ def check_widths(config: ModelConfig, tp: int) -> None:
     reason = _obstacle(config, tp)
     if reason is not None:
         allowed = allowed_widths(config)
-        way_out = f"use tp in ({', '.join(map(str, allowed))})" if allowed else "no width works"
+        way_out = f"allowed widths: {', '.join(map(str, allowed)) or 'none'}"
         raise TargetError(f"tp={tp} does not fit this model: {reason}; {way_out}")
 
 

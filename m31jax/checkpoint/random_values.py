@@ -47,7 +47,9 @@ _RANGE = 2688.0  # 448 * 6
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _CODES_PER_DEVIATION = 2.2  # E2M1 saturates at 6, 2.7 deviations
 _E4M3_DEVIATION = 48.0  # of E4M3 data, up to twice that: 4.3 * 96 is below 448
-_SPREAD = float(np.sqrt((0.25 + 1 + 4) / 3))  # what exponents -1, 0, 1 in equal shares multiply it by
+_SPREAD = float(
+    np.sqrt((0.25 + 1 + 4) / 3)
+)  # what exponents -1, 0, 1 in equal shares multiply it by
 
 
 def values(seed: int, source: Source) -> Iterator[np.ndarray]:
@@ -59,7 +61,9 @@ def values(seed: int, source: Source) -> Iterator[np.ndarray]:
     deviation = 1.0 if leaf in _UNIT_DEVIATION else _GAIN.get(leaf, 1.0) / source.width**0.5
     match part.check:
         case "positive":
-            yield np.full(source.shape, _outer_scale(seed, module, leaf, part.tensor, deviation), "f4")
+            yield np.full(
+                source.shape, _outer_scale(seed, module, leaf, part.tensor, deviation), "f4"
+            )
             return
         case "codes":
             table = _packed_codes()
@@ -76,7 +80,9 @@ def values(seed: int, source: Source) -> Iterator[np.ndarray]:
             if len(source.shape) == 1:
                 mean, deviation = _VECTOR.get(leaf, (0.0, 0.3))
             is_bf16 = part.dtypes[0] == "BF16"
-            table = (mean + deviation * _normal()).astype(ml_dtypes.bfloat16 if is_bf16 else np.float32)
+            table = (mean + deviation * _normal()).astype(
+                ml_dtypes.bfloat16 if is_bf16 else np.float32
+            )
     rng = _generator(seed, source.name)
     left = int(np.prod(source.shape))
     while left:

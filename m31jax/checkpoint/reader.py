@@ -4,17 +4,12 @@ Opening reads headers only. Values are views of memory-mapped files; `release` d
 touched, so that a checkpoint larger than memory can be read from end to end.
 """
 
-import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import numpy as np
 
 from .. import weights
 from ..errors import CheckpointError
-from .files import DTYPES, Listing, Stored, few, list_directory
+from .files import Listing, Stored, Views, few, list_directory
 
 PREFIXES = ("language_model.", "model.language_model.", "")
 _SKIPPED = ("vision_tower", "multi_modal_projector", "patch_merge_mlp", "mtp", "dspark")
@@ -56,7 +51,7 @@ def _is_skipped(name: str) -> bool:
     return any(part in _SKIPPED for part in name.split(".")) or name.endswith("rotary_emb.inv_freq")
 
 
-class Checkpoint:
+class Checkpoint(Views):
     """An opened directory.
 
     Attributes:
@@ -74,8 +69,11 @@ class Checkpoint:
         Raises:
           CheckpointError: it is no directory. Problems of its files are in `listing.problems`.
         """
+        super().__init__()
         if not directory.is_dir():
-            raise CheckpointError(f"{directory} is not a directory; pass one that holds config.json")
+            raise CheckpointError(
+                f"{directory} is not a directory; pass one that holds config.json"
+            )
         self.directory = directory
         self.listing: Listing = list_directory(directory)
         stored = self.listing.tensors
@@ -94,15 +92,6 @@ class Checkpoint:
                 self.foreign.append(name)
             else:
                 self.tensors[plain] = tensor
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._maps.clear()  # unmapped when the last view goes
 
     def find(self, source: weights.Source) -> Stored | None:
         """The stored tensor of a source under any of its spellings."""
@@ -111,20 +100,19 @@ class Checkpoint:
                 return self.tensors[name]
         return None
 
-    def view(self, stored: Stored) -> np.ndarray:
-        """A tensor's values as a read-only view of its file."""
-        if stored.path not in self._maps:
-            with stored.path.open("rb") as file:
-                self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        dtype = DTYPES[stored.dtype]
-        count = stored.nbytes // dtype.itemsize
-        flat = np.frombuffer(self._maps[stored.path], dtype, count, stored.offset)
-        return flat.reshape(stored.shape)
+    def fits(self, source: weights.Source) -> bool:
+        """Whether a source is there in an accepted shape and dtype."""
+        stored = self.find(source)
+        return (
+            stored is not None
+            and stored.shape in source.shapes
+            and stored.dtype in source.part.dtypes
+        )
 
-    def release(self) -> None:
-        """Give back the memory of pages read so far; views stay valid and read the file again."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+    def untouched(self) -> dict[str, Stored]:
+        """Tensors that are known and not loaded, by stored name: vision, K/V scales, a tied head."""
+        names = [*self.skipped, *(stored.name for stored in self.unit_scales)]
+        return {name: self.listing.tensors[name] for name in names}
 
     def problems(self, manifest: weights.Manifest) -> list[str]:
         """Everything that headers alone show to be wrong, against the model's manifest."""
@@ -141,7 +129,9 @@ class Checkpoint:
             if stored.shape not in source.shapes:
                 shapes.append(f"{where} is {list(stored.shape)}, expected {list(source.shape)}")
             if stored.dtype not in source.part.dtypes:
-                dtypes.append(f"{where} is {stored.dtype}, expected {' or '.join(source.part.dtypes)}")
+                dtypes.append(
+                    f"{where} is {stored.dtype}, expected {' or '.join(source.part.dtypes)}"
+                )
         if shapes:
             found.append(f"wrong shape: {few(shapes)}; the files do not belong to this config.json")
         if dtypes:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from .. import mxfp8, nvfp4, weights
 from ..config import ModelConfig
 from ..errors import CheckpointError
-from . import values
+from .files import INDEX
 from .make import counted, progress_bar, released_sources, with_format
 from .reader import Checkpoint, raise_problems
 from .writer import SHARD_BYTES, Spec, fresh_directory, write_json, write_sharded
@@ -43,23 +44,102 @@ def requantise(
     """
     source = Path(source)
     config = ModelConfig.from_dir(source)
-    stored = config.quantization
-    if (stored.linear, stored.experts) != ("bf16", "bf16"):
+    now = config.quantization
+    if (now.linear, now.experts) != ("bf16", "bf16"):
         raise CheckpointError(
-            f"{source} is stored as {stored.linear} with {stored.experts} experts; only BF16 checkpoints can "
-            "be re-quantised"
+            f"{source} is stored as {now.linear} with {now.experts} experts; only BF16 checkpoints can be "
+            "re-quantised"
         )
     target = with_format(config, format)
-    with Checkpoint(source) as checkpoint:
-        raise_problems(source, checkpoint.problems(weights.expand(config)))
-        writer = _Quantiser(checkpoint)
-        kept = [checkpoint.listing.tensors[name] for name in checkpoint.skipped]
-        kept += checkpoint.unit_scales
-        optional = {s.name for s in weights.expand(target).optional}
-        specs = [
-            Spec(checkpoint.stored_name(s.name), s.part.dtypes[0], s.shape)
-            for s in released_sources(target)
-            if s.name not in optional
-        ]
-        specs += [Spec(tensor.name, tensor.dtype, tensor.shape) for tensor in kept]
-        return _write(checkpoint, writer, specs, Path(directory), target, max_shard_bytes, progress)
+    checkpoint = Checkpoint(source)
+    raise_problems(source, checkpoint.problems(weights.expand(config)))
+    tensors = {
+        checkpoint.prefix + s.name: s for s in released_sources(target) if s.part.suffix is not None
+    }
+    specs = []
+    for name, s in tensors.items():
+        # What stays as it is keeps its dtype: a router may be BF16 or F32.
+        stored = checkpoint.tensors[s.name] if s.part.check == "finite" else None
+        specs.append(Spec(name, stored.dtype if stored else s.part.dtypes[0], s.shape))
+    kept = checkpoint.untouched()
+    specs += [Spec(name, stored.dtype, stored.shape) for name, stored in kept.items()]
+    total = sum(spec.nbytes for spec in specs)
+    quantiser = _Quantiser(checkpoint)
+
+    def values(spec: Spec) -> Iterable[np.ndarray]:
+        if spec.name in kept:
+            yield checkpoint.view(kept[spec.name])
+        else:
+            yield quantiser.tensor(tensors[spec.name])
+
+    with (
+        fresh_directory(Path(directory)) as partial,
+        progress_bar(total, "quantise", progress) as bar,
+    ):
+        shards = write_sharded(partial, specs, counted(values, bar), max_shard_bytes)
+        copy_other_files(source, partial)
+        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        raw["quantization_config"] = target.to_dict()["quantization_config"]
+        write_json(partial / "config.json", raw)
+    return {"tensors": len(specs), "total_bytes": total, "shards": len(shards)}
+
+
+def copy_other_files(source: Path, directory: Path, leave: Iterable[str] = ()) -> None:
+    """Copy everything but the weights: tokenizer, templates, generation config, a drafter's folder.
+
+    Weights are `*.safetensors` and their index; files starting with a dot and those named in `leave` are
+    left too.
+    """
+    for path in source.iterdir():
+        is_weights = path.suffix == ".safetensors" or path.name == INDEX
+        if is_weights or path.name.startswith(".") or path.name in leave:
+            continue
+        if path.is_dir():
+            shutil.copytree(path, directory / path.name)
+        else:
+            shutil.copyfile(path, directory / path.name)
+
+
+class _Quantiser:
+    """Quantised tensors of a BF16 checkpoint; the parts of one module are made together."""
+
+    def __init__(self, checkpoint: Checkpoint):
+        self.checkpoint = checkpoint
+        # Parts of a module follow each other; a few more modules are in flight in other threads.
+        self.mxfp8 = lru_cache(maxsize=8)(self._mxfp8)
+        self.nvfp4 = lru_cache(maxsize=8)(self._nvfp4)
+
+    def tensor(self, source: weights.Source) -> np.ndarray:
+        """The values of one tensor of the new checkpoint, in its shape and dtype."""
+        match source.part.check:
+            case "e4m3" | "e8m0_scale":
+                data, scale = self.mxfp8(source.name.removesuffix(source.part.tensor))
+                return data if source.part.check == "e4m3" else scale
+            case "codes" | "e4m3_scale" | "positive":
+                expert, _, leaf = source.name.removesuffix(source.part.tensor).rpartition(".")
+                parts = self.nvfp4(expert, ("w2",) if leaf == "w2" else ("w1", "w3"))
+                return parts[leaf][source.part.tensor]
+        return self._read(source.name)
+
+    def _read(self, name: str) -> np.ndarray:
+        tensor = self.checkpoint.view(self.checkpoint.tensors[name])
+        if not np.isfinite(tensor).all():
+            raise CheckpointError(f"{name} holds NaN or infinite values; it cannot be quantised")
+        return tensor
+
+    def _mxfp8(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        data, scale = mxfp8.quantize(self._read(module + ".weight"))
+        return np.asarray(data), np.asarray(scale)
+
+    def _nvfp4(self, expert: str, leaves: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
+        """Parts of matrices that share a global scale, by matrix and tensor suffix."""
+        stack = np.stack([self._read(f"{expert}.{leaf}.weight") for leaf in leaves])
+        packed, scale, global_scale = (np.asarray(part) for part in nvfp4.quantize_weight(stack))
+        return {
+            leaf: {
+                ".weight_packed": packed[i],
+                ".weight_scale": scale[i],
+                ".weight_global_scale": global_scale,
+            }
+            for i, leaf in enumerate(leaves)
+        }

@@ -52,7 +52,9 @@ def fresh_directory(directory: Path) -> Iterator[Path]:
       CheckpointError: `directory` exists and is not an empty directory.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise CheckpointError(f"{directory} exists and is not empty; name a new directory or empty it")
+        raise CheckpointError(
+            f"{directory} exists and is not empty; name a new directory or empty it"
+        )
     directory = directory.resolve()
     partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
@@ -85,14 +87,19 @@ def write_sharded(
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
         write_file(directory / name, shard, values, {"format": "pt"})
-    weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+    weight_map = {
+        spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard
+    }
     write_index(directory, weight_map, sum(spec.nbytes for spec in specs))
     return names
 
 
 def write_index(directory: Path, weight_map: dict[str, str], total_bytes: int) -> None:
     """Write `model.safetensors.index.json`."""
-    content = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    content = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     write_json(directory / INDEX, content)
 
 
@@ -102,12 +109,12 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def write_file(
-    path: Path, specs: Iterable[Spec], values: Values, metadata: dict[str, str] | None
+    path: Path, specs: Sequence[Spec], values: Values, metadata: dict[str, str] | None
 ) -> None:
     """Write one safetensors file with one tensor's pieces in memory at a time.
 
     Tensors lie widest dtype first and then by name, as the safetensors package lays them out, so that
-    every one is aligned.
+    every one is aligned; they are made in the order of `specs`.
 
     Raises:
       CheckpointError: `values` gives another number of bytes than the shape says.
@@ -127,7 +134,9 @@ def write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for spec, pieces in _ahead(ordered, values):
+        start = file.tell()
+        for spec, pieces in _ahead(specs, values):
+            file.seek(start + header[spec.name]["data_offsets"][0])
             written = 0
             for piece in pieces:
                 written += file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
@@ -135,9 +144,7 @@ def write_file(
                 raise CheckpointError(f"{spec.name}: {written} bytes given, {spec.nbytes} expected")
 
 
-def _ahead(
-    specs: Sequence[Spec], values: Values
-) -> Iterator[tuple[Spec, Iterable[np.ndarray]]]:
+def _ahead(specs: Sequence[Spec], values: Values) -> Iterator[tuple[Spec, Iterable[np.ndarray]]]:
     """Each tensor with its pieces, small tensors made ahead by threads while others are written."""
     with ThreadPoolExecutor(_THREADS) as pool:
         waiting: deque[tuple[Spec, Future[list[np.ndarray]] | None]] = deque()

@@ -8,6 +8,7 @@ slightly wrong still writes fluent text.
 
 import difflib
 import math
+import reprlib
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -106,14 +107,17 @@ IGNORED = _words(
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
     # vision: kept by writers of text-only files
-    """ process_image_mode spatial_merge_size patch_merge_size"""
+    """ process_image_mode spatial_merge_size merged_hidden_size num_reward_heads encoder_only"""
 )
-IGNORED_PREFIXES = ("_", "mtp_", "vision_", "image_", "video_", "projector_", "multi_modal_")
+IGNORED_PREFIXES = ("_", "mtp_", "vision_", "image_", "img_", "video_", "projector_", "multimodal_")
 
 MODEL_KEYS = (
     TEXT_KEYS | ONLY.keys() | FLAT_TO_RELEASED.keys() | WORD_LISTS.keys() | {*NESTED_KEYS}
 ) - {"rope_type", "sparse_score_type"}
 """Top-level keys of a text object, in either spelling, that say what the model computes."""
+
+
+_SHORT = reprlib.Repr(maxlevel=2, maxlist=8, maxdict=4, maxstring=80, maxlong=40, maxother=80)
 
 
 class Entry(NamedTuple):
@@ -127,12 +131,7 @@ def show(value: object) -> str:
     """`repr`, short enough for one line of an error message."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list | dict) and len(value) > 8:
-        return f"a {type(value).__name__} of {len(value)} entries"
-    if isinstance(value, list):
-        return f"[{', '.join(show(item) for item in value)}]"
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return "null" if value is None else _SHORT.repr(value)
 
 
 def same(a: object, b: object) -> bool:
@@ -195,8 +194,10 @@ def merge(text: dict[str, Any]) -> dict[str, Entry]:
     def put(released: str, value: Any, key: str) -> None:
         if value is None:
             return
-        old = merged.setdefault(released, Entry(value, key))
-        if not same(old.value, value):
+        old = merged.get(released)
+        if old is None:
+            merged[released] = Entry(value, key)
+        elif not same(old.value, value):
             raise ConfigError(
                 f"{old.key}={show(old.value)} and {key}={show(value)} disagree; keep one of them"
             )

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from . import quantization as quantization_object
 from . import read
 from .check import check
-from .keys import naming, unique_keys
+from .keys import as_object, naming, unique_keys
 from .quantization import BF16, Quantization
 
 # Keys of `config.json` and the fields that they become unchanged.
@@ -66,8 +66,8 @@ class ModelConfig:
       init_blocks, local_blocks: how many of the oldest and newest visible blocks are forced.
       routed_scaling_factor: multiplies the routed experts' sum, never the shared expert.
       use_routing_bias: whether experts are chosen by score plus `e_score_correction_bias`.
-      swiglu_alpha, swiglu_limit, swiglu_beta: g * sigmoid(alpha * g) * (u + beta), where g is clamped
-        from above and u on both sides to the limit.
+      swiglu_alpha, swiglu_limit, swiglu_beta: g * sigmoid(alpha * g) * (u + beta), where the limit
+        clamps g from above and u on both sides.
       use_gemma_norm: norms multiply by 1 + weight; False: by the weight.
       rms_norm_eps, rope_theta: as everywhere.
       rotary_dim: leading channels of each head that rotate.
@@ -247,7 +247,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             raise ConfigError(f"cannot be read: {error.strerror}") from error
         try:
-            return json.loads(text, object_pairs_hook=unique_keys)
+            return as_object(json.loads(text, object_pairs_hook=unique_keys), "the file")
         except ConfigError:
             raise
         except RecursionError as error:

@@ -7,8 +7,8 @@
 | mxfp8 with the two `moe_quant_*`   | mxfp8                  | nvfp4                      |
 | modelopt, NVFP4 or mixed precision | bf16 or mxfp8          | nvfp4_modelopt             |
 
-`nvfp4` and `nvfp4_modelopt` hold the same codes under different tensor names, and their outer scales
-are each other's reciprocals. Embeddings, `lm_head`, norms and router are never quantised.
+`nvfp4` and `nvfp4_modelopt` hold the same codes under different tensor names, and their outer
+scales are each other's reciprocals. Embeddings, `lm_head`, norms and router are never quantised.
 """
 
 import fnmatch
@@ -219,7 +219,9 @@ def parse_hf_quant(raw: dict[str, Any], layout: Layout) -> Quantization:
 def _expect(raw: dict[str, Any], key: str, allowed: tuple[Any, ...], any_case: bool = False):
     """Raises unless `key` is absent, null or one of `allowed`."""
     value = raw.get(key)
-    seen = value.upper() if any_case and isinstance(value, str) else value
+    seen = value
+    if any_case and isinstance(value, str):
+        seen = next((choice for choice in allowed if choice.lower() == value.lower()), value)
     if value is not None and not any(same(seen, choice) for choice in allowed):
         raise ConfigError(
             f"quantization_config.{key}={show(value)} is not supported, only "
@@ -251,7 +253,7 @@ def _parse_mxfp8(raw: dict[str, Any], layout: Layout) -> Quantization:
     _expect(raw, "scale_fmt", ("ue8m0", "e8m0"))
     _expect(raw, "kv_cache_quant_algo", ("FP8",), any_case=True)
     _expect(raw, "attention_quant_algo", ("FP8",), any_case=True)
-    _expect(raw, "index_k_quant_type", ("NVFP4",), any_case=True)
+    _expect(raw, "index_k_quant_type", ("nvfp4",), any_case=True)
     if raw.get("index_k_quant_type") is not None and not layout.all_sparse:
         raise ConfigError(
             "quantization_config.index_k_quant_type is set but not every layer is sparse; a 4-bit "
@@ -259,7 +261,7 @@ def _parse_mxfp8(raw: dict[str, Any], layout: Layout) -> Quantization:
             "the key"
         )
     _expect(raw, "moe_quant_algo", ("NVFP4",), any_case=True)
-    _expect(raw, "moe_quant_format", (MOE_QUANT_FORMAT,))
+    _expect(raw, "moe_quant_format", (MOE_QUANT_FORMAT,), any_case=True)
     given = [key for key in ("moe_quant_algo", "moe_quant_format") if raw.get(key) is not None]
     if len(given) == 1:
         missing = "moe_quant_format" if given[0] == "moe_quant_algo" else "moe_quant_algo"

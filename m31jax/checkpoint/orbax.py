@@ -1,0 +1,120 @@
+"""Reads an Orbax checkpoint that `convert.to_orbax` laid out for one tensor-parallel width.
+
+config.json, tokenizer files, dspark/   as they were
+m31jax.json                             width, dtype, parameters, and the layout of the original shards
+params/                                 the Orbax checkpoint: every parameter, cut as its ranks hold it
+source.index.json                       the original index, if there was one
+extras.safetensors                      tensors that parameters do not hold exactly (encode scales,
+                                        activation scales, vision): needed for the way back only
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from numpy.typing import DTypeLike
+
+from sharding import mesh as mesh_names
+from sharding import rules
+
+from .. import weights
+from ..config import ModelConfig
+from ..errors import CheckpointError, TargetError
+
+METADATA = "m31jax.json"
+PARAMS = "params"
+EXTRAS = "extras.safetensors"
+SOURCE_INDEX = "source.index.json"
+VERSION = 1
+
+
+def is_orbax(path: Path) -> bool:
+    """Whether a directory is a conversion made by `to_orbax`."""
+    return (path / METADATA).is_file()
+
+
+def from_orbax(
+    path: Path | str, config: ModelConfig, mesh: Mesh, *, dtype: DTypeLike = np.float32
+) -> dict[str, jax.Array]:
+    """Load a conversion; arguments and result as in `loader.load`.
+
+    Any width whose arrays have the same global shapes will do; only K/V heads held by several ranks tie
+    a conversion to its width. A dtype other than the converted one is cast after loading.
+
+    Raises:
+      TargetError: the conversion was laid out for a width that does not fit `mesh`.
+      CheckpointError: it is damaged, or not of this config.
+    """
+    path, tp = Path(path), mesh.shape[mesh_names.TP]
+    metadata = read_metadata(path)
+    manifest = weights.expand(config, tp, dtype)
+    stored, wanted = metadata["parameters"], table(manifest)
+    if stored.keys() != wanted.keys():
+        odd = sorted(stored.keys() ^ wanted.keys())
+        raise CheckpointError(f"{path} holds other parameters than its config.json says: {odd[:8]}")
+    for name, (shape, _) in wanted.items():
+        if stored[name][0] != shape:
+            raise TargetError(
+                f"{path} is laid out for tp={metadata['tp']}: {name} is {stored[name][0]}, tp={tp} needs "
+                f"{shape}; use tp={metadata['tp']} or convert the original again for tp={tp}"
+            )
+    abstract = {
+        p.name: jax.ShapeDtypeStruct(
+            p.shape,
+            np.dtype(stored[p.name][1]),
+            sharding=NamedSharding(mesh, rules.spec(p.axes)),
+        )
+        for p in manifest.parameters
+    }
+    params = restore(path, abstract)
+    for parameter in manifest.parameters:
+        if params[parameter.name].dtype != parameter.dtype:
+            params[parameter.name] = params[parameter.name].astype(parameter.dtype)
+    return {p.name: params[p.name] for p in manifest.parameters}
+
+
+def restore(path: Path, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The parameters of a conversion, placed as `abstract` says.
+
+    Raises:
+      CheckpointError: `params/` is absent or damaged.
+    """
+    import orbax.checkpoint as ocp  # takes a second to import, and only conversions need it
+
+    if not (path / PARAMS).is_dir():
+        raise CheckpointError(f"{path} has {METADATA} but no {PARAMS}/; convert the original again")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore((path / PARAMS).resolve(), abstract)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path / PARAMS} is damaged ({error}); convert the original again"
+        ) from error
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """`m31jax.json` of a conversion.
+
+    Raises:
+      CheckpointError: it is absent, unreadable or of another version.
+    """
+    if not is_orbax(path):
+        raise CheckpointError(f"{path} has no {METADATA}: not an Orbax conversion of m31jax")
+    try:
+        metadata = json.loads((path / METADATA).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path / METADATA} is not JSON ({error}); convert again") from error
+    if metadata.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path / METADATA} has version {metadata.get('version')!r}, this code reads {VERSION}; convert "
+            "the original again"
+        )
+    return metadata
+
+
+def table(manifest: weights.Manifest) -> dict[str, list]:
+    """Shape and dtype of each parameter, as JSON holds them."""
+    return {p.name: [list(p.shape), p.dtype.name] for p in manifest.parameters}
