@@ -7,8 +7,8 @@
 | fp8    | E4M3, scale 1, saturating                | rounded once                       |
 | nvfp4  | E2M1 codes, two a byte, E4M3 scale per 16 | `nvfp4.quantize_unit`, outer scale 1 |
 
-Quantisation is per token and head, so appending, rewriting after a rejection and moving a slot never touch
-a neighbour.
+Quantisation is per token and head, so appending, rewriting after a rejection and moving a slot
+never touch a neighbour.
 """
 
 import enum

@@ -49,7 +49,7 @@ def quantize(
     the scaled maximum lies in (224, 448]. (The floor rule of the OCP specification is not used.)
     A group depends on its own 32 values only.
 
-    An all-zero group gets byte 0 and data 0. A lone 1e-30 gets byte 20 and is kept. NaN counts as 0
+    An all-zero group gets byte 0 and data 0. A lone 1e-30 gets byte 19 and is kept. NaN counts as 0
     and leaves its neighbours alone. An infinity gives byte 254 and data of magnitude 448, which
     decodes to infinity, and next to nothing remains of its group.
 

@@ -130,9 +130,12 @@ class Target:
     is_exact: bool
     settings: switches.Settings
 
-    def slices(self, width: int) -> int:
-        """Runs that this rank's `width` inputs of a row-parallel product are cut into."""
-        return math.gcd(width, SLICES // self.tp)
+    def slices(self, *widths: int) -> int:
+        """Runs that this rank's inputs of a row-parallel product are cut into.
+
+        Products that are added slice by slice are cut alike: pass all their widths.
+        """
+        return math.gcd(*widths, SLICES // self.tp)
 
     def impl(self, op: str) -> Impl:
         """The implementation of `op`."""

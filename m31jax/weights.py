@@ -1,7 +1,7 @@
 """MANIFEST: the one table of parameters, and the checkpoint tensors each is filled from.
 
-`expand(config, tp, dtype)` resolves the table for one model and one tensor-parallel width. Everything
-that reads, writes, measures or checks weights goes through it; only this file knows tensor names.
+`expand(config, tp, dtype)` resolves the table for one model and one tensor-parallel width. All that
+reads, writes, measures or checks weights goes through it; only this file knows tensor names.
 
 Names of checkpoint tensors are given after the prefix (`language_model.` in the released files).
 
@@ -26,7 +26,6 @@ from numpy.typing import DTypeLike
 
 from . import mxfp8, nvfp4
 from .config import ModelConfig
-from .errors import ConfigError
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F32 = np.dtype(np.float32)
@@ -253,21 +252,22 @@ def dimensions(config: ModelConfig) -> dict[str, int]:
     }
 
 
-def expand(config: ModelConfig, tp: int = 1, dtype: DTypeLike = np.float32) -> Manifest:
+def expand(
+    config: ModelConfig, tp: int = 1, dtype: DTypeLike = np.float32, *, with_sources: bool = True
+) -> Manifest:
     """Resolve MANIFEST for a model.
 
     Args:
       config: the model.
       tp: ranks that the parameters will be cut over; `checkpoint.plan.check_widths` says which can.
       dtype: in memory, of what the checkpoint stores in BF16; norms, router and bias stay float32.
-    Raises:
-      ConfigError: an input width is not a multiple of its number format's group.
+      with_sources: False leaves sources out; a full-size model has 9e4 of them, listed in a second.
     """
     parameters: list[Parameter] = []
     optional: list[Source] = []
     for row in MANIFEST:
         for layer in layers(config, row.where):
-            for parameter in _resolve(config, row, layer, tp, np.dtype(dtype)):
+            for parameter in _resolve(config, row, layer, tp, np.dtype(dtype), with_sources):
                 if parameter.name:
                     parameters.append(parameter)
                 else:
@@ -299,50 +299,41 @@ def stored_format(config: ModelConfig, store: Store, module: str) -> str:
 
 
 def _resolve(
-    config: ModelConfig, row: Row, layer: int, tp: int, dtype: np.dtype
+    config: ModelConfig, row: Row, layer: int, tp: int, dtype: np.dtype, with_sources: bool
 ) -> Iterator[Parameter]:
     """Parameters of one row in one layer; one without a name has sources that are only checked."""
-    names = [name.replace("{l}", str(layer)) for name in row.tensors]
-    lead: tuple[int, ...] = ()
-    modules: list[tuple[str, tuple[int, ...], str]] = [(names[0], (), f"{layer}.{row.set}")]
-    if row.store == "expert":
-        lead = (config.num_experts, len(names)) if len(names) > 1 else (config.num_experts,)
-        modules = [
-            (name.replace("{e}", str(e)), (e, j)[: len(lead)], f"{layer}.expert.{e}")
-            for e in range(config.num_experts)
-            for j, name in enumerate(names)
-        ]
     dims = dimensions(config)
     *outer, width = (dims[letter] for letter in row.shape)
+    lead: tuple[int, ...] = ()
+    if row.store == "expert":
+        lead = (config.num_experts, 2) if len(row.tensors) > 1 else (config.num_experts,)
     heads = {"kv_heads": config.num_kv_heads, "index_heads": config.index_num_heads}
     repeat, head_rows = 1, 1
     if row.axes[0] in heads:
         count = heads[row.axes[0]]
         repeat, head_rows = max(1, tp // count), outer[0] // count
 
-    for part in FORMATS[stored_format(config, row.store, modules[0][0])]:
-        if part.divide and width % part.divide:
-            raise ConfigError(
-                f"{modules[0][0]}: input width {width} is not a multiple of {part.divide}, the group "
-                f"of {part.tensor}; list the module in ignored_layers and leave it in BF16"
-            )
-        shapes = ((*outer, width // part.divide),) if part.divide else ((1,), ())
+    names = [name.replace("{l}", str(layer)) for name in row.tensors]
+    for part in FORMATS[stored_format(config, row.store, names[0])]:
         whole = (*outer, width // part.divide) if part.divide else ()
-        sources = tuple(
-            Source(
-                module + part.tensor,
-                shapes,
-                part,
-                width,
-                index,
-                tuple(module + alias for alias in part.aliases),
-                module + part.codes if part.codes else "",
-                place if row.set else module,
-            )
-            for module, index, place in modules
-        )
         if len(whole) > 1:
             whole = (whole[0] * repeat, *whole[1:])
+        sources = ()
+        if with_sources:
+            shapes = ((*outer, width // part.divide),) if part.divide else ((1,), ())
+            sources = tuple(
+                Source(
+                    module + part.tensor,
+                    shapes,
+                    part,
+                    width,
+                    index,
+                    tuple(module + alias for alias in part.aliases),
+                    module + part.codes if part.codes else "",
+                    group if row.set else module,
+                )
+                for module, index, group in _modules(row, names, layer, lead)
+            )
         yield Parameter(
             "" if part.suffix is None else row.parameter.replace("{l}", str(layer)) + part.suffix,
             (*lead, *whole),
@@ -353,3 +344,15 @@ def _resolve(
             repeat,
             head_rows,
         )
+
+
+def _modules(
+    row: Row, names: list[str], layer: int, lead: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Checkpoint name, leading index and set of each module that a row stacks."""
+    if not lead:
+        yield names[0], (), f"{layer}.{row.set}"
+        return
+    for e in range(lead[0]):
+        for j, name in enumerate(names):
+            yield name.replace("{e}", str(e)), (e, j)[: len(lead)], f"{layer}.expert.{e}"

@@ -17,11 +17,13 @@ class Failure(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print `error: ...` on stderr, or on `file`."""
-        click.echo(f"error: {' '.join(self.message.split())}", file=file, err=file is None)
+        first, *rest = (line.strip() for line in self.message.splitlines())
+        listed = f" {'; '.join(rest)}" if rest else ""
+        click.echo(f"error: {first}{listed}", file=file, err=file is None)
 
 
 class Commands(click.Group):
-    """Imports a command's module when it is asked for, and reports our errors without a traceback."""
+    """Imports a command's module when it is asked for, and reports our errors in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

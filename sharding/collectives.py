@@ -1,7 +1,7 @@
 """Sums and gathers over ranks whose result has the same bits on every rank.
 
-Each rank gathers all parts and adds them in one fixed order. A plain `psum` leaves the order to the back
-end, and two ranks that differ in a last bit can accept different tokens.
+Each rank gathers all parts and adds them in one fixed order. A plain `psum` leaves the order to the
+back end, and two ranks that differ in a last bit can accept different tokens.
 """
 
 import jax
@@ -10,7 +10,14 @@ from jax import Array
 
 
 def tree_sum(parts: Array) -> Array:
-    """Sum over axis 0 as a balanced tree; its length is a power of two."""
+    """Sum over axis 0 as a balanced tree.
+
+    Raises:
+      ValueError: the length is no power of two; halves of unequal length would broadcast.
+    """
+    count = parts.shape[0]
+    if count < 1 or count & (count - 1):
+        raise ValueError(f"a balanced tree of {count} parts; use a power of two")
     while parts.shape[0] > 1:
         parts = parts[0::2] + parts[1::2]
     return parts[0]
@@ -23,13 +30,13 @@ def all_reduce(x: Array, axis_name: str) -> Array:
     return tree_sum(jax.lax.all_gather(x, axis_name))
 
 
-def sum_own_slices(parts: Array) -> Array:
-    """Sum [T, S, N] partial sums over this rank's slices: [T, N].
+def sum_slices(parts: Array, axis_name: str) -> Array:
+    """Sum [T, S, N] partial sums over slices and ranks: [T, N].
 
-    Slices of neighbouring ranks are neighbours, so this tree followed by `all_reduce` is one tree over all
-    slices: the same additions for every number of ranks.
+    Slices of neighbouring ranks are neighbours, so the tree over one rank's slices followed by the
+    tree over ranks is one tree over all slices: the same additions for every number of ranks.
     """
-    return tree_sum(jnp.moveaxis(parts, 1, 0))
+    return all_reduce(tree_sum(jnp.moveaxis(parts, 1, 0)), axis_name)
 
 
 def all_gather_last(x: Array, axis_name: str) -> Array:
@@ -40,9 +47,9 @@ def all_gather_last(x: Array, axis_name: str) -> Array:
 
 
 def argmax_sharded(x: Array, axis_name: str) -> tuple[Array, Array]:
-    """Arg-max over a last axis that is cut over ranks: (global index int32, value). Ties: lowest index.
+    """Arg-max over a last axis that is cut over ranks: (global index int32, value).
 
-    Only one value and one index a rank travel.
+    Ties: the lowest index. Only one value and one index a rank travel.
     """
     width = x.shape[-1]
     local = jnp.argmax(x, axis=-1)

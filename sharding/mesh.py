@@ -10,7 +10,10 @@ TP = "tp"
 """Name of the tensor-parallel mesh axis."""
 
 
-def make_mesh(tp: int, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(
+    tp: int,
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """A mesh of the first `tp` of `devices`.
 
     Raises:

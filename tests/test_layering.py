@@ -28,7 +28,7 @@ _FORMATS = {"errors", "nvfp4", "mxfp8", "kv_format", "config"}
 _TARGET = _FORMATS | {"ops", "switches", "targets", "target"}
 _STEPS = _TARGET | {"model", "request", "sampling", "speculation"}
 _LOADING = _TARGET | {"weights", "checkpoint"}
-_HOST = {"errors", "request", "finish", "scheduler", "text"}
+_HOST = {"errors", "config", "request", "text", "finish", "scheduler"}
 
 MAY_IMPORT_INSIDE = {
     "errors": set(),
@@ -50,7 +50,16 @@ MAY_IMPORT_INSIDE = {
     "text": {"errors", "config"},
     "finish": {"errors", "config", "request", "text"},
     "scheduler": {"errors", "config", "request", "text", "finish"},
-    "engine": _STEPS | _LOADING | _HOST | {"steps"},
+    "presets": {"errors", "config"},
+    "bundled": {"errors", "config", "presets", "checkpoint"},
+    "memory": _LOADING | {"model"},
+    "compiles": {"errors"},
+    "runner": _STEPS | _HOST | {"steps"},
+    "observe": _STEPS | _HOST | {"steps", "runner"},
+    "engine": _STEPS
+    | _LOADING
+    | _HOST
+    | {"steps", "bundled", "memory", "compiles", "runner", "observe"},
 }
 """Module or folder of m31jax to the others that it may import. The arrows, which are transitive:
 engine -> steps -> sampling, model -> target -> ops -> number formats and config;
@@ -61,7 +70,8 @@ KERNEL_PACKAGES = {"pallas_kernels", "custom_calls"}
 KERNEL_IMPORTERS = {"ops", "target"}
 ENVIRONMENT_READERS = {"m31jax/target.py", "m31jax/switches.py"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
-DEVICE_READERS = {"m31jax/target.py", "m31jax/engine.py"}
+DEVICE_READERS = {"m31jax/target.py", "m31jax/engine.py", "m31jax/checkpoint/convert.py"}
+"""The last one converts for the devices that it finds, and is no part of the engine."""
 DEVICE_QUERIES = {
     f"jax.{name}"
     for name in (
@@ -119,7 +129,16 @@ class Source:
 
     @cached_property
     def imports(self) -> tuple[tuple[str, bool, int], ...]:
-        """(dotted name, is it at module level, line) of everything imported, relative resolved."""
+        """(dotted name, is it at module level, line) of everything imported, relative resolved.
+
+        What only a type checker imports is left out.
+        """
+        types_only = {
+            id(node)
+            for block in ast.walk(self.tree)
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in ast.walk(block)
+        }
         inside = {
             id(node)
             for function in ast.walk(self.tree)
@@ -129,6 +148,8 @@ class Source:
         found = []
         for node in ast.walk(self.tree):
             at_top = id(node) not in inside
+            if id(node) in types_only:
+                continue
             if isinstance(node, ast.Import):
                 found += [(alias.name, at_top, node.lineno) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):

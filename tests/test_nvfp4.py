@@ -307,6 +307,7 @@ def test_weight_stated_results(rule, fill, spike, expected):
     decode = 1 / outer if rule is nvfp4.quantize_weight else outer
     assert np.isfinite(outer).all()
     assert (outer > 0).all()
+    assert (outer == 1).all() == (fill == spike == 0)
     values = agree(nvfp4.dequantize, packed, scale, decode)
     assert np.isfinite(values).all()
     tolerance = 2.0**-4  # half a step of the scale, in the worst case

@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from m31jax.errors import RequestError
 from m31jax.finish import Finish
 from m31jax.request import Request, SamplingParams
-from m31jax.scheduler import GUARD_PAGE, Prefill, Progress, Scheduler
+from m31jax.scheduler import GUARD_PAGE, Decode, Prefill, Progress, Scheduler
 
 EOS = 99
 PAGE = 4

@@ -4,12 +4,11 @@
 """
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from numpy.typing import DTypeLike
 from safetensors import safe_open
 
@@ -44,13 +43,16 @@ def to_orbax(
     tp: int,
     dtype: DTypeLike = np.float32,
     *,
+    devices: Sequence[Any],
     progress: bool = True,
 ) -> dict[str, Any]:
     """Convert a Hugging Face checkpoint for `tp` ranks. Host memory holds the whole result.
 
     Args:
       path: the checkpoint. out: where to write; absent or empty.
-      tp: ranks; as many devices must exist, so that the files are cut as ranks read them.
+      tp: ranks.
+      devices: at least `tp` of them, so that the files are cut as ranks read them; their memory
+        holds the result.
       dtype: of BF16 tensors in memory, float32 or bfloat16.
       progress: a bar while reading.
     Returns:
@@ -70,12 +72,12 @@ def to_orbax(
         )
     config = ModelConfig.from_dir(path)
     check_widths(config, tp)
-    if len(jax.devices()) < tp:
+    if len(devices) < tp:
         raise TargetError(
-            f"tp={tp} needs {tp} devices, {len(jax.devices())} found; on CPU set "
+            f"tp={tp} needs {tp} devices, {len(devices)} found; on CPU set "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={tp} before JAX starts"
         )
-    mesh = mesh_names.make_mesh(tp, jax.devices())
+    mesh = mesh_names.make_mesh(tp, devices)
     manifest = weights.expand(config, tp, dtype)
     with fresh_directory(out) as partial:
         params = loader.load(path, config, mesh, dtype=dtype, progress=progress)
@@ -122,10 +124,8 @@ def to_hf(path: Path | str, out: Path | str) -> dict[str, Any]:
     metadata = read_metadata(path)
     config = ModelConfig.from_dir(path)
     manifest = weights.expand(config, metadata["tp"], np.dtype(metadata["dtype"]))
-    host = SingleDeviceSharding(jax.devices("cpu")[0])
-    abstract = {
-        p.name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=host) for p in manifest.parameters
-    }
+    # Arrays of zeros take no memory until they are written; Orbax only looks at their type.
+    abstract = {p.name: np.zeros(p.shape, p.dtype) for p in manifest.parameters}
     params = restore(path, abstract)
     origin = {
         name: (parameter, source)
@@ -145,7 +145,7 @@ def to_hf(path: Path | str, out: Path | str) -> dict[str, Any]:
         if spec.name in extras:
             return [views.view(extras[spec.name])]
         parameter, source = origin[canonical(spec.name, metadata["prefix"]) or spec.name]
-        return [_original(np.asarray(params[parameter.name]), parameter, source, spec)]
+        return [_original(params[parameter.name], parameter, source, spec)]
 
     written: list[Spec] = []
     with fresh_directory(out) as partial:

@@ -1,6 +1,7 @@
 """The DSpark drafter's checkpoint: its config file and the table of its 97 tensors.
 
-It lies in the folder `dspark/` of its target and has neither embedding nor head: both are the target's.
+It lies in the folder `dspark/` of its target and has neither embedding nor head: those are the
+target's.
 """
 
 from dataclasses import dataclass
@@ -48,18 +49,20 @@ class DrafterShape:
 
 
 def shape_for(config: ModelConfig) -> DrafterShape:
-    """A drafter for a target: the released one for released sizes, in proportion for smaller models.
+    """A drafter for a target: the released one for released sizes, in proportion for others.
 
     Raises:
       ConfigError: hidden_size is not a multiple of 32, or every token id is special.
     """
     if config.hidden_size % 32:
         raise ConfigError(
-            f"hidden_size={config.hidden_size} is not a multiple of 32, which MXFP8 drafter weights need"
+            f"hidden_size={config.hidden_size} is not a multiple of 32, which a drafter's MXFP8 "
+            "weights need; use another model"
         )
     layers = config.num_layers
     # The released drafter of a 60-layer target captures 3, 17, 31, 45 and 59.
-    capture = sorted({layers - 1 - 14 * i * layers // 60 for i in range(min(5, layers))})
+    step = max(1, 14 * layers // 60)
+    capture = tuple(range(layers - 1, -1, -step)[:5][::-1])
     special = {config.bos_token_id, config.pad_token_id, *config.eos_token_ids}
     free = [_RELEASED_MASK] if config.vocab_size == _RELEASED_VOCAB else []
     free += [i for i in range(config.vocab_size - 1, -1, -1) if i not in special][:1]
@@ -74,7 +77,7 @@ def shape_for(config: ModelConfig) -> DrafterShape:
         intermediate_size=ffn + -ffn % 32,
         vocab_size=config.vocab_size,
         num_layers=min(5, max(1, layers // 2)),
-        capture_layers=tuple(capture),
+        capture_layers=capture,
         markov_rank=min(256, config.hidden_size // 4),
         block_size=BLOCK_SIZE,
         mask_token_id=free[0],
@@ -85,7 +88,7 @@ def shape_for(config: ModelConfig) -> DrafterShape:
 def sources(shape: DrafterShape) -> list[Source]:
     """Every tensor of a drafter; names come after the prefix.
 
-    Some files spell `.mlp.` as `.block_sparse_moe.`, and some hold `rotary_emb.*`, which is recomputed.
+    Some files spell `.mlp.` as `.block_sparse_moe.`; some hold `rotary_emb.*`, which is recomputed.
     """
     hidden, ffn = shape.hidden_size, shape.intermediate_size
     heads, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

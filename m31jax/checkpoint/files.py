@@ -117,7 +117,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], str | None]:
 
 
 def list_directory(directory: Path) -> Listing:
-    """What the safetensors files of a directory hold, by `model.safetensors.index.json` if there is one."""
+    """What the safetensors files of a directory hold, by its index if there is one."""
     problems: list[str] = []
     index = directory / INDEX
     absent: list[str] = []

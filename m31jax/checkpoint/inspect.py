@@ -31,11 +31,11 @@ def inspect(path: Path | str, *, read_values: bool | None = None) -> dict[str, A
       read_values: look for NaN, infinities and bad scales in every tensor too; None reads them in
         checkpoints up to 1 GiB.
     Returns:
-      layout ("huggingface" or "orbax"), prefix, format (linear, experts), shards (file, bytes), tensors,
-      total_bytes, parameters (weights, scales not counted), skipped (tensors known and not loaded),
-      bytes_per_rank (tp -> dtype -> bytes, or the reason why not), allowed_widths, problems (all of them,
-      none for a sound checkpoint), notes, values_read, tokenizer (files), drafter (or None). What cannot
-      be said of a damaged checkpoint is None.
+      layout ("huggingface" or "orbax"), prefix, format (linear, experts), shards (file, bytes),
+      tensors, total_bytes, parameters (weights, scales not counted), skipped (tensors known and
+      not loaded), bytes_per_rank (tp -> dtype -> bytes, or the reason why not), allowed_widths,
+      problems (all of them; none for a sound checkpoint), notes, values_read, tokenizer (files),
+      drafter (or None). What cannot be said of a damaged checkpoint is None.
     Raises:
       CheckpointError: `path` is not a directory.
     """
@@ -160,7 +160,8 @@ def _read_values(
     ]
     if differing:
         notes.append(
-            f"w1 and w3 have different global scales, which fused kernels cannot take: {few(differing)}"
+            "w1 and w3 have different global scales, which fused kernels cannot take: "
+            f"{few(differing)}"
         )
 
 
@@ -178,7 +179,9 @@ def _look_at_orbax(
     tp, stored = metadata["tp"], metadata["parameters"]
     if not (path / orbax.PARAMS).is_dir():
         problems.append(f"{path} has no {orbax.PARAMS}/; convert the original again")
-    if config is not None and stored != orbax.table(weights.expand(config, tp, metadata["dtype"])):
+    if config is not None and stored != orbax.table(
+        weights.expand(config, tp, metadata["dtype"], with_sources=False)
+    ):
         problems.append(
             f"{path / orbax.METADATA} and config.json disagree; convert the original again"
         )

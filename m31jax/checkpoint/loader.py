@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from numpy.typing import DTypeLike
 from tqdm import tqdm
 
-from sharding import mesh as mesh_names
+from sharding import mesh as axis
 from sharding import rules
 
 from .. import weights
@@ -37,8 +38,9 @@ def load(
 ) -> dict[str, jax.Array]:
     """Load a checkpoint directory, Hugging Face or Orbax.
 
-    Headers are checked whole before anything is allocated, values as they are read; either the complete
-    set of parameters comes back or an error. Host memory stays below the result plus the largest shard.
+    Headers are checked whole before anything is allocated, values as they are read; either the
+    complete set of parameters comes back or an error. Host memory stays below the result plus the
+    largest shard.
 
     Args:
       path: the directory.
@@ -50,9 +52,10 @@ def load(
       Dot path -> global array, as `weights.expand` lists them, cut as `sharding.rules` says.
     Raises:
       TargetError: the model cannot be cut to this width.
-      CheckpointError: tensors are missing, unknown, damaged or of another shape or dtype; names them.
+      CheckpointError: tensors are missing, unknown, damaged or of another shape or dtype; names
+        them.
     """
-    path, tp = Path(path), mesh.shape[mesh_names.TP]
+    path, tp = Path(path), mesh.shape[axis.TP]
     check_widths(config, tp)
     if orbax.is_orbax(path):
         params = orbax.from_orbax(path, config, mesh, dtype=dtype)
@@ -64,19 +67,19 @@ def load(
     return params
 
 
-def placed_bytes(params: dict[str, jax.Array]) -> dict[jax.Device, int]:
-    """Bytes of parameters on each device of this process."""
-    placed: dict[jax.Device, int] = {}
+def placed_bytes(params: dict[str, jax.Array]) -> dict[int, int]:
+    """Bytes of parameters on each device of this process, by device id."""
+    placed: dict[int, int] = {}
     for array in params.values():
         for shard in array.addressable_shards:
-            placed[shard.device] = placed.get(shard.device, 0) + shard.data.nbytes
+            placed[shard.device.id] = placed.get(shard.device.id, 0) + shard.data.nbytes
     return placed
 
 
 def _load_safetensors(
     path: Path, config: ModelConfig, mesh: Mesh, dtype: DTypeLike, progress: bool
 ) -> dict[str, jax.Array]:
-    manifest = weights.expand(config, mesh.shape[mesh_names.TP], dtype)
+    manifest = weights.expand(config, mesh.shape[axis.TP], dtype)
     checkpoint = Checkpoint(path)
     with ThreadPoolExecutor(_THREADS) as pool:
         problems = checkpoint.problems(manifest)
@@ -117,7 +120,7 @@ Index = tuple[tuple[int, int], ...]
 """(start, stop) along each axis of a global array."""
 
 
-def _indices(parameter: weights.Parameter, mesh: Mesh) -> dict[jax.Device, Index]:
+def _indices(parameter: weights.Parameter, mesh: Mesh) -> dict[Any, Index]:
     """The part of a parameter that each device of this process holds."""
     sharding = NamedSharding(mesh, rules.spec(parameter.axes))
     cuts = sharding.addressable_devices_indices_map(parameter.shape)

@@ -10,8 +10,9 @@ import numpy as np
 from tqdm import tqdm
 
 from .. import weights
-from ..config import ModelConfig, Quantization
+from ..config import ModelConfig
 from ..errors import CheckpointError, ConfigError
+from ..presets import FORMATS
 from . import dspark, random_values
 from .writer import (
     SHARD_BYTES,
@@ -24,25 +25,19 @@ from .writer import (
 )
 
 PREFIX = "language_model."
-FORMATS = {"bf16": ("bf16", "bf16"), "mxfp8": ("mxfp8", "mxfp8"), "nvfp4": ("mxfp8", "nvfp4")}
-"""Formats of projections and of routed experts, by the name that `--format` takes."""
-
 # The released sampling defaults; token ids are the model's own.
 _SAMPLING = {"do_sample": True, "temperature": 1.0, "top_p": 0.95}
 
 
 def with_format(config: ModelConfig, name: str) -> ModelConfig:
-    """The model stored as bf16, mxfp8 (M3) or nvfp4 (M3.1: MXFP8 projections, NVFP4 routed experts).
+    """The model stored as bf16, mxfp8 (M3) or nvfp4 (M3.1: MXFP8 projections, NVFP4 experts).
 
     Raises:
       ConfigError: an unknown format, or a width of the model that its groups do not divide.
     """
     if name not in FORMATS:
         raise ConfigError(f"format={name!r} is not one of {', '.join(FORMATS)}")
-    linear, experts = FORMATS[name]
-    gates = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in config.moe_layer_ids]
-    ignored = ("model.embed_tokens", "lm_head", *gates) if linear != "bf16" else ()
-    return dataclasses.replace(config, quantization=Quantization(linear, experts, ignored))
+    return dataclasses.replace(config, quantization=FORMATS[name])
 
 
 def make(
@@ -110,7 +105,7 @@ def dry_run(
     """What `make` would write, nothing written.
 
     Returns:
-      tensors, total_bytes (of all tensors, a drafter's included), shards, format, and with a drafter
+      tensors, total_bytes (both with the drafter's), shards, format, and with a drafter
       drafter_tensors and drafter_bytes.
     """
     specs = _specs(PREFIX, released_sources(config))

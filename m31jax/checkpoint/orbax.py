@@ -1,11 +1,11 @@
 """Reads an Orbax checkpoint that `convert.to_orbax` laid out for one tensor-parallel width.
 
 config.json, tokenizer files, dspark/   as they were
-m31jax.json                             width, dtype, parameters, and the layout of the original shards
-params/                                 the Orbax checkpoint: every parameter, cut as its ranks hold it
-source.index.json                       the original index, if there was one
-extras.safetensors                      tensors that parameters do not hold exactly (encode scales,
-                                        activation scales, vision): needed for the way back only
+m31jax.json            width, dtype, parameters, and the layout of the original shards
+params/                the Orbax checkpoint: every parameter, cut as its ranks hold it
+source.index.json      the original index, if there was one
+extras.safetensors     tensors that parameters do not hold exactly (encode scales, activation
+                       scales, vision): needed for the way back only
 """
 
 import json
@@ -41,8 +41,8 @@ def from_orbax(
 ) -> dict[str, jax.Array]:
     """Load a conversion; arguments and result as in `loader.load`.
 
-    Any width whose arrays have the same global shapes will do; only K/V heads held by several ranks tie
-    a conversion to its width. A dtype other than the converted one is cast after loading.
+    Any width whose arrays have the same global shapes will do; only K/V heads held by several ranks
+    tie a conversion to its width. A dtype other than the converted one is cast after loading.
 
     Raises:
       TargetError: the conversion was laid out for a width that does not fit `mesh`.
@@ -50,16 +50,20 @@ def from_orbax(
     """
     path, tp = Path(path), mesh.shape[mesh_names.TP]
     metadata = read_metadata(path)
-    manifest = weights.expand(config, tp, dtype)
+    manifest = weights.expand(config, tp, dtype, with_sources=False)
     stored, wanted = metadata["parameters"], table(manifest)
-    if stored.keys() != wanted.keys():
-        odd = sorted(stored.keys() ^ wanted.keys())
-        raise CheckpointError(f"{path} holds other parameters than its config.json says: {odd[:8]}")
+    if stored != table(
+        weights.expand(config, metadata["tp"], metadata["dtype"], with_sources=False)
+    ):
+        raise CheckpointError(
+            f"{path / METADATA} and config.json describe different models; convert the original "
+            "again"
+        )
     for name, (shape, _) in wanted.items():
         if stored[name][0] != shape:
             raise TargetError(
-                f"{path} is laid out for tp={metadata['tp']}: {name} is {stored[name][0]}, tp={tp} needs "
-                f"{shape}; use tp={metadata['tp']} or convert the original again for tp={tp}"
+                f"{path} is laid out for tp={metadata['tp']}: {name} is {stored[name][0]}, tp={tp} "
+                f"needs {shape}; use tp={metadata['tp']} or convert the original for tp={tp}"
             )
     abstract = {
         p.name: jax.ShapeDtypeStruct(
@@ -76,8 +80,8 @@ def from_orbax(
     return {p.name: params[p.name] for p in manifest.parameters}
 
 
-def restore(path: Path, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The parameters of a conversion, placed as `abstract` says.
+def restore(path: Path, abstract: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a conversion: arrays on devices or in NumPy, as `abstract` has them.
 
     Raises:
       CheckpointError: `params/` is absent or damaged.
@@ -109,8 +113,8 @@ def read_metadata(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / METADATA} is not JSON ({error}); convert again") from error
     if metadata.get("version") != VERSION:
         raise CheckpointError(
-            f"{path / METADATA} has version {metadata.get('version')!r}, this code reads {VERSION}; convert "
-            "the original again"
+            f"{path / METADATA} has version {metadata.get('version')!r}, this code reads "
+            f"{VERSION}; convert the original again"
         )
     return metadata
 

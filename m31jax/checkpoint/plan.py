@@ -38,9 +38,8 @@ def plan(config: ModelConfig, tp: int, dtype: DTypeLike = np.float32) -> Plan:
       TargetError: the model cannot be cut to `tp` ranks.
     """
     check_widths(config, tp)
-    return Plan(
-        tp, {p.name: local_bytes(p, tp) for p in weights.expand(config, tp, dtype).parameters}
-    )
+    manifest = weights.expand(config, tp, dtype, with_sources=False)
+    return Plan(tp, {p.name: local_bytes(p, tp) for p in manifest.parameters})
 
 
 def local_bytes(parameter: weights.Parameter, tp: int) -> int:
@@ -91,7 +90,7 @@ def _obstacle(config: ModelConfig, tp: int) -> str | None:
                 return f"{module} has input width {width}, not divisible by {tp}"
             if (width // tp) % _GROUP.get(fmt, 1):
                 return (
-                    f"{module} has input width {width}, {width // tp} a rank, which cuts {fmt} groups of "
-                    f"{_GROUP[fmt]}"
+                    f"{module} has input width {width}, {width // tp} a rank, which cuts {fmt} "
+                    f"groups of {_GROUP[fmt]}"
                 )
     return None

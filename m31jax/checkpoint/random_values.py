@@ -1,8 +1,8 @@
 """Random weights, drawn as the bytes that a checkpoint stores.
 
-Values follow a normal distribution of standard deviation gain / sqrt(fan_in). Quantised tensors are drawn
-byte first, from tables of what a normal value quantises to: a full-size checkpoint has 4e11 values, and
-looking up random bytes is many times as fast as drawing, scaling and rounding normals.
+Values follow a normal distribution of standard deviation gain / sqrt(fan_in). Quantised tensors are
+drawn byte first, from tables of what a normal value quantises to: a full-size checkpoint has 4e11
+values, and looking up random bytes is many times as fast as drawing, scaling and rounding normals.
 A tensor depends on the seed and its own name only.
 """
 
@@ -19,8 +19,8 @@ from ..weights import Source
 _PIECE = 1 << 22  # values drawn at a time
 _ENTRIES = 1 << 16  # of a table: two random bytes, normal values up to 4.3 deviations
 
-# Chosen so that a random model is a good test: attention and router decide, the clamp at 7 acts on some
-# channels, logits have a deviation of about 2 and the residual stream does not explode.
+# Chosen so that a random model is a good test: attention and router decide, the clamp at 7 acts on
+# some channels, logits have a deviation of about 2 and the residual stream does not explode.
 _GAIN = {
     "lm_head": 2.0,
     "o_proj": 1.6,

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory: names, headers and values, matched against the manifest.
 
-Opening reads headers only. Values are views of memory-mapped files; `release` drops the pages that were
-touched, so that a checkpoint larger than memory can be read from end to end.
+Opening reads headers only. Values are views of memory-mapped files; `release` drops the pages that
+were touched, so that a checkpoint larger than memory can be read from end to end.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +34,7 @@ def detect_prefix(names: Iterable[str], prefixes: Sequence[str] = PREFIXES) -> s
 def canonical(name: str, prefix: str) -> str | None:
     """A stored name as the manifest spells it; None if it does not carry the prefix.
 
-    `model.language_model.` goes without the inner `model.` in some re-saves, and leaves lm_head outside.
+    Re-saves with `model.language_model.` may drop the inner `model.` and leave lm_head outside.
     """
     if prefix == "model.language_model." and name.startswith("lm_head."):
         return name
@@ -47,7 +47,7 @@ def canonical(name: str, prefix: str) -> str | None:
 
 
 def _is_skipped(name: str) -> bool:
-    """Vision, multi-token prediction and drafter tensors, and rotary tables, which are recomputed."""
+    """Vision, multi-token prediction and drafter tensors, and rotary tables (recomputed)."""
     return any(part in _SKIPPED for part in name.split(".")) or name.endswith("rotary_emb.inv_freq")
 
 
@@ -110,7 +110,7 @@ class Checkpoint(Views):
         )
 
     def untouched(self) -> dict[str, Stored]:
-        """Tensors that are known and not loaded, by stored name: vision, K/V scales, a tied head."""
+        """Tensors that are known and not loaded, by stored name: vision, K/V scales."""
         names = [*self.skipped, *(stored.name for stored in self.unit_scales)]
         return {name: self.listing.tensors[name] for name in names}
 
@@ -153,7 +153,8 @@ class Checkpoint(Views):
                 twice.append(" and ".join(self.tensors[n].name for n in spellings))
         expected.update(source.name for source in manifest.optional)
         shards = ", ".join(path.name for path in self.listing.shards[:3])
-        where = f"in {self.directory} ({len(self.listing.shards)} file(s): {shards}, prefix {self.prefix!r})"
+        count = len(self.listing.shards)
+        where = f"in {self.directory} ({count} file(s): {shards}; prefix {self.prefix!r})"
         found = []
         partial = [
             f"{self.prefix}{name} (present: {self.prefix}{present[group][0]})"
@@ -176,8 +177,8 @@ class Checkpoint(Views):
         head = self.tensors.get("lm_head.weight")
         if head is not None and "lm_head.weight" not in expected and not self._is_tied(head):
             unexpected.append(
-                f"{head.name} ({head.path.name}; config.json ties the head to the embedding, and the "
-                "two differ)"
+                f"{head.name} ({head.path.name}; config.json ties the head to the embedding, and "
+                "the two differ)"
             )
         if partial and self.listing.is_whole:
             found.append(f"incomplete sets of tensors {where}: {few(partial)}")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .. import mxfp8, nvfp4, weights
@@ -28,8 +29,9 @@ def requantise(
 ) -> dict[str, Any]:
     """Quantise the weights of a BF16 checkpoint and keep everything else as it is.
 
-    Projections become MXFP8; routed experts MXFP8, or NVFP4 with one global scale for an expert's w1 and
-    w3 and another for its w2. Static activation scales are not written: nothing is calibrated.
+    Projections become MXFP8; routed experts MXFP8, or NVFP4 with one global scale for an expert's
+    w1 and w3 and another for its w2. Static activation scales are not written: nothing is
+    calibrated.
 
     Args:
       source: a BF16 checkpoint, Hugging Face layout.
@@ -47,14 +49,16 @@ def requantise(
     now = config.quantization
     if (now.linear, now.experts) != ("bf16", "bf16"):
         raise CheckpointError(
-            f"{source} is stored as {now.linear} with {now.experts} experts; only BF16 checkpoints can be "
-            "re-quantised"
+            f"{source} is stored as {now.linear} with {now.experts} experts; only BF16 checkpoints "
+            "can be re-quantised"
         )
     target = with_format(config, format)
     checkpoint = Checkpoint(source)
     raise_problems(source, checkpoint.problems(weights.expand(config)))
     tensors = {
-        checkpoint.prefix + s.name: s for s in released_sources(target) if s.part.suffix is not None
+        _stored_name(checkpoint, s): s
+        for s in released_sources(target)
+        if s.part.suffix is not None
     }
     specs = []
     for name, s in tensors.items():
@@ -84,11 +88,21 @@ def requantise(
     return {"tensors": len(specs), "total_bytes": total, "shards": len(shards)}
 
 
+def _stored_name(checkpoint: Checkpoint, source: weights.Source) -> str:
+    """The name of a new tensor, with the prefix that its module has in the BF16 checkpoint."""
+    kept = checkpoint.tensors.get(source.name)
+    if kept is not None:
+        return kept.name
+    module = source.name.removesuffix(source.part.tensor)
+    stored = checkpoint.tensors[module + ".weight"].name
+    return stored.removesuffix(".weight") + source.part.tensor
+
+
 def copy_other_files(source: Path, directory: Path, leave: Iterable[str] = ()) -> None:
     """Copy everything but the weights: tokenizer, templates, generation config, a drafter's folder.
 
-    Weights are `*.safetensors` and their index; files starting with a dot and those named in `leave` are
-    left too.
+    Weights are `*.safetensors` and their index; files starting with a dot and those named in
+    `leave` are left too.
     """
     for path in source.iterdir():
         is_weights = path.suffix == ".safetensors" or path.name == INDEX
@@ -128,13 +142,15 @@ class _Quantiser:
         return tensor
 
     def _mxfp8(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        data, scale = mxfp8.quantize(self._read(module + ".weight"))
+        data, scale = mxfp8.quantize(jnp.asarray(self._read(module + ".weight")))
         return np.asarray(data), np.asarray(scale)
 
     def _nvfp4(self, expert: str, leaves: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
         """Parts of matrices that share a global scale, by matrix and tensor suffix."""
         stack = np.stack([self._read(f"{expert}.{leaf}.weight") for leaf in leaves])
-        packed, scale, global_scale = (np.asarray(part) for part in nvfp4.quantize_weight(stack))
+        packed, scale, global_scale = (
+            np.asarray(part) for part in nvfp4.quantize_weight(jnp.asarray(stack))
+        )
         return {
             leaf: {
                 ".weight_packed": packed[i],

@@ -1,7 +1,8 @@
 """What the values of checkpoint tensors must satisfy, and the one repair that is made.
 
-A scale byte that is NaN (E4M3 0x7F or 0xFF, E8M0 0xFF) over a group of zero codes is read as zero with a
-warning: some quantisers divide by a zero maximum and leave it. Over anything else it is an error.
+A scale byte that is NaN (E4M3 0x7F or 0xFF, E8M0 0xFF) over a group of zero codes is read as zero
+with a warning: some quantisers divide by a zero maximum and leave it. Over anything else it is an
+error.
 """
 
 import warnings
@@ -51,7 +52,7 @@ def reason(checkpoint: Checkpoint, stored: Stored, source: Source) -> str | None
         if check == "positive":
             bad &= values > 0
         first = np.argwhere(~bad)[0].tolist()
-        return f"{where} holds {_MUST[check]}, first at {first}: damaged or badly quantised, get it again"
+        return f"{where} holds {_MUST[check]}, first at {first}: damaged, download it again"
     raw = values.view(np.uint8)
     if check == "e4m3_scale":
         negative = (raw > 0x80) & (raw < 0xFF)
@@ -62,7 +63,8 @@ def reason(checkpoint: Checkpoint, stored: Stored, source: Source) -> str | None
     if bad.any():
         first = np.argwhere(bad)[0]
         byte = int(raw[tuple(first)])
-        return f"{where} holds the NaN scale 0x{byte:02X} at {first.tolist()} over codes that are not zero"
+        at = first.tolist()
+        return f"{where} holds the NaN scale 0x{byte:02X} at {at} over codes that are not zero"
     return None
 
 
@@ -80,7 +82,8 @@ def repaired_scale(checkpoint: Checkpoint, stored: Stored, source: Source) -> np
     bad = _nan_scales(raw, source.part.check)
     if bad.any():
         warnings.warn(
-            f"{stored.name} ({stored.path.name}): {int(bad.sum())} NaN scale(s) over zero codes, read as 0",
+            f"{stored.name} ({stored.path.name}): {int(bad.sum())} NaN scale(s) over zero codes, "
+            "read as 0",
             CheckpointWarning,
             stacklevel=2,
         )
@@ -100,7 +103,7 @@ def _zero_groups(checkpoint: Checkpoint, source: Source, shape: tuple[int, ...])
 
 
 def check_optional(checkpoint: Checkpoint, sources: tuple[Source, ...]) -> list[str]:
-    """Faults of tensors that are checked and not held: activation scales, and K/V scales unless 1."""
+    """Faults of tensors that are only checked: activation scales, and K/V scales unless 1."""
     found = []
     for source in sources:
         stored = checkpoint.find(source)
@@ -109,7 +112,7 @@ def check_optional(checkpoint: Checkpoint, sources: tuple[Source, ...]) -> list[
     for stored in checkpoint.unit_scales:
         if not (checkpoint.view(stored).astype(np.float32) == 1).all():
             found.append(
-                f"{stored.name} ({stored.path.name}) is not 1; the cache is stored with outer scale 1, so "
-                "this checkpoint's K/V scales cannot be honoured"
+                f"{stored.name} ({stored.path.name}) is not 1; the cache is stored with outer "
+                "scale 1, so this checkpoint's K/V scales cannot be honoured"
             )
     return found

@@ -113,8 +113,8 @@ def write_file(
 ) -> None:
     """Write one safetensors file with one tensor's pieces in memory at a time.
 
-    Tensors lie widest dtype first and then by name, as the safetensors package lays them out, so that
-    every one is aligned; they are made in the order of `specs`.
+    Tensors lie widest dtype first and then by name, as the safetensors package lays them out, so
+    that every one is aligned; they are made in the order of `specs`.
 
     Raises:
       CheckpointError: `values` gives another number of bytes than the shape says.

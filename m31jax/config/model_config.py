@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import quantization as quantization_object
-from . import read
+from . import quantization_file, read
 from .check import check
 from .keys import as_object, naming, unique_keys
 from .quantization import BF16, Quantization
@@ -192,9 +191,9 @@ class ModelConfig:
         layout = read.layout(values)
         if quant is None and hf_quant is not None:
             with naming(str(beside("hf_quant_config.json"))):
-                values["quantization"] = quantization_object.parse_hf_quant(hf_quant, layout)
+                values["quantization"] = quantization_file.parse_hf_quant(hf_quant, layout)
         with naming(source):
-            values.setdefault("quantization", quantization_object.parse(quant, layout))
+            values.setdefault("quantization", quantization_file.parse(quant, layout))
             return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -227,7 +226,7 @@ class ModelConfig:
                 "sparse_attention_freq": freq,
                 "sparse_disable_index_value": freq,
             }
-        quant = quantization_object.to_dict(self.quantization, read.layout(vars(self)))
+        quant = quantization_file.to_dict(self.quantization, read.layout(vars(self)))
         return {
             "architectures": [read.ARCHITECTURES[0]],
             "model_type": read.MODEL_TYPES[0],

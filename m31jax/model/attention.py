@@ -6,8 +6,6 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Int32
 
-from sharding import collectives
-
 from ..config import ModelConfig
 from ..kv_format import KVFormat
 from ..ops.dense_attn import dense_attn
@@ -136,7 +134,7 @@ class Attention(nnx.Module):
         """Attend with T normalised rows.
 
         Returns:
-          (this rank's part [T D] of o_proj's sum, the lanes with these rows appended, the block table [T I U] or
+          (partial sums [T S D] of o_proj, the lanes with these rows appended, the block table [T I U] or
           None in a layer of full attention).
         """
         indexer = self.indexer
@@ -175,7 +173,7 @@ class Attention(nnx.Module):
             quantize_input=self.numerics.quantize_activations,
             impl=self.target.impl("row_linear"),
         )
-        return collectives.sum_own_slices(parts), lanes, table
+        return parts, lanes, table
 
     def _attend(
         self,

@@ -83,11 +83,11 @@ class DecoderLayer(nnx.Module):
         is_real: Bool[Array, " T"],
     ) -> tuple[Array, dict[str, Array], LayerTrace]:
         """One layer over T rows of the residual stream; two sums over ranks."""
-        part, lanes, table = self.self_attn(self.input_layernorm(h), lanes, page_table, rows)
-        attn_out = collectives.all_reduce(part, TP).astype(h.dtype)
+        parts, lanes, table = self.self_attn(self.input_layernorm(h), lanes, page_table, rows)
+        attn_out = collectives.sum_slices(parts, TP).astype(h.dtype)
         h = h + attn_out
-        part, routes = self.ffn(self.post_attention_layernorm(h), is_real)
-        mlp_out = collectives.all_reduce(part, TP).astype(h.dtype)
+        parts, routes = self.ffn(self.post_attention_layernorm(h), is_real)
+        mlp_out = collectives.sum_slices(parts, TP).astype(h.dtype)
         h = h + mlp_out
         return h, lanes, LayerTrace(attn_out, mlp_out, h, table, routes)
 

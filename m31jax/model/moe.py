@@ -7,8 +7,6 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float32
 
-from sharding import collectives
-
 from ..config import ModelConfig
 from ..ops.mlp import SwiGLU, mlp
 from ..ops.moe_experts import moe_experts
@@ -18,9 +16,9 @@ from .params import Linear, Scope, value
 
 
 class FeedForward(NamedTuple):
-    """This rank's part of the down projections' sum; the routes of the rows, None without experts."""
+    """Partial sums [T S D] of the down projections; the routes of the rows, None without experts."""
 
-    total: Float32[Array, "T D"]
+    parts: Float32[Array, "T S D"]
     routes: Routes | None
 
 
@@ -39,19 +37,30 @@ class MLP(nnx.Module):
         self.down_proj = Linear(scope.at("down_proj"))
         self.config, self.target, self.numerics = config, target, numerics
 
-    def __call__(self, x: Array, is_real: Bool[Array, " T"]) -> FeedForward:
-        """This rank's part for T rows; padding rows are computed like any other."""
+    @property
+    def width(self) -> int:
+        """Intermediate channels of this rank."""
+        return self.gate_proj.stored.data.shape[0]
+
+    def __call__(
+        self, x: Array, is_real: Bool[Array, " T"], slices: int | None = None
+    ) -> FeedForward:
+        """Partial sums for T rows; padding rows are computed like any other.
+
+        Args:
+          slices: to cut the intermediate axis into, where another product's parts are added to these.
+        """
         parts = mlp(
             x,
             self.gate_proj.stored,
             self.up_proj.stored,
             self.down_proj.stored,
             swiglu=_swiglu(self.config),
-            slices=self.target.slices(self.gate_proj.stored.data.shape[0]),
+            slices=slices or self.target.slices(self.width),
             quantize_input=self.numerics.quantize_activations,
             impl=self.target.impl("mlp"),
         )
-        return FeedForward(collectives.sum_own_slices(parts), None)
+        return FeedForward(parts, None)
 
 
 class Router(nnx.Module):
@@ -87,8 +96,10 @@ class SparseMoE(nnx.Module):
         self.config, self.target, self.numerics = config, target, numerics
 
     def __call__(self, x: Array, is_real: Bool[Array, " T"]) -> FeedForward:
-        """This rank's part for T rows. Padding rows choose no expert, so they wake none."""
-        routes = self.router(x)
+        """Partial sums for T rows. Padding rows choose no expert, so they wake none."""
+        routes, shared = self.router(x), self.shared_expert
+        width = self.gate_up_proj.stored.data.shape[-2]
+        slices = self.target.slices(width, width if shared is None else shared.width)
         parts = moe_experts(
             x,
             jnp.where(is_real[:, None], routes.ids, -1),
@@ -96,11 +107,11 @@ class SparseMoE(nnx.Module):
             self.gate_up_proj.stored,
             self.down_proj.stored,
             swiglu=_swiglu(self.config),
-            slices=self.target.slices(self.gate_up_proj.stored.data.shape[-2]),
+            slices=slices,
             quantize_input=self.numerics.quantize_activations,
             impl=self.target.impl("moe_experts"),
         )
-        total = collectives.sum_own_slices(parts)
-        if self.shared_expert is not None:
-            total = total + self.shared_expert(x, is_real).total
-        return FeedForward(total, routes)
+        if shared is not None:
+            # Slice by slice, before any sum: the same additions at every tensor-parallel width.
+            parts = parts + shared(x, is_real, slices).parts
+        return FeedForward(parts, routes)

@@ -13,4 +13,4 @@ STEMS = (
     "moe_route",
     "moe_experts",
 )
-"""Every op, in the order a layer calls them. A stem names its module, kernels, binding, test and switch."""
+"""Every op, in the order a layer calls them. A stem names its module, kernels, test and switch."""

@@ -1,5 +1,6 @@
 """How an implementation's output is held against the reference. Shared by every op's `compare`."""
 
+import ml_dtypes
 import numpy as np
 from jax import Array
 
@@ -23,15 +24,11 @@ def assert_equal(out: Array, ref: Array, what: str) -> None:
 def assert_ulp(out: Array, ref: Array, ulps: float, what: str) -> None:
     """Each entry within `ulps` units in the last place of its row's largest magnitude.
 
-    The row is the last axis. A sum of products has errors that follow the size of its terms, not of its
-    result, so the row's scale is the honest unit.
+    The row is the last axis. A sum of products has errors that follow the size of its terms, not of
+    its result, so the row's scale is the honest unit.
     """
     if out.shape != ref.shape or out.dtype != ref.dtype:
-        raise AssertionError(
-            f"{what}: {out.dtype}{out.shape}, expected {ref.dtype}{ref.shape}"
-        )
-    import ml_dtypes
-
+        raise AssertionError(f"{what}: {out.dtype}{out.shape}, expected {ref.dtype}{ref.shape}")
     eps = float(ml_dtypes.finfo(np.asarray(ref).dtype).eps)
     got, want = (np.asarray(a).astype(np.float64) for a in (out, ref))
     same = (got == want) | (np.isnan(got) & np.isnan(want))

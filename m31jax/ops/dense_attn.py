@@ -85,7 +85,7 @@ def reference(
             slot,
             position,
             jnp.where(visible, block, -1),
-            position.max() // page + 1,
+            jnp.minimum(position.max() // page + 1, columns),
             layer=layer,
             scale=scale,
         )

@@ -40,8 +40,8 @@ def index_score(
 
     Args:
       index_q: index queries, normalised and rotated.
-      index_pool: index-key pool [Ls P 128 W], one key a token shared by all index heads; one page is
-        one sparse block.
+      index_pool: index-key pool [Ls P 128 W], one key a token shared by all index heads; one page
+        is one sparse block.
       page_table: pool page of each block; entries past a row's last block are not read as keys.
       slot, position: of each row; position -1 marks padding.
       layer: which layer of the index pool.
@@ -67,7 +67,7 @@ def reference(
     *,
     layer: int,
 ) -> Array:
-    """The specification: block after block in ascending order, as many as the longest row of a tile has."""
+    """The specification: blocks in ascending order, as many as a tile's longest row has."""
     page = pages.page_size(index_pool)
     width = page_table.shape[1]
 
@@ -128,7 +128,7 @@ def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
 
 
 def compare(out: Array, ref: Array) -> None:
-    """8 ulp of the row's largest score: 128 products summed in another order. -inf must be equal."""
+    """8 ulp of the row's largest score: 128 products summed in another order. -inf is exact."""
     assert_ulp(out, ref, 8, "index_score")
 
 

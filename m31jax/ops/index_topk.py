@@ -33,8 +33,8 @@ def index_topk(
 ) -> Int32[Array, "T I U"]:
     """The `topk` best visible blocks of each row and index head, ids ascending, then -1.
 
-    The newest `local_blocks` and the first `init_blocks` visible blocks are always chosen and count towards
-    `topk`. Equal scores: the lower id wins. NaN counts as the lowest score.
+    The newest `local_blocks` and the first `init_blocks` visible blocks are always chosen and count
+    towards `topk`. Equal scores (-0 equals 0): the lower id wins. NaN counts as the lowest score.
 
     Args:
       scores: of `index_score`; entries past a row's last block are ignored.
@@ -78,6 +78,7 @@ def reference(
         visible = block <= last
         forced = visible & ((block > last - local_blocks) | (block < init_blocks))
         score = jnp.clip(jnp.where(jnp.isnan(scores), -top, scores), -top, top)
+        score = jnp.where(score == 0.0, 0.0, score)  # top_k orders -0 below 0
         score = jnp.where(forced[:, None], jnp.inf, score)
         score = jnp.where(visible[:, None], score, -jnp.inf)
         best, ids = jax.lax.top_k(score, chosen)

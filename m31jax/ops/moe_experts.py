@@ -24,6 +24,7 @@ CELLS = (
 
 _FC1_RANGE = 2688.0  # 448 * 6, the largest product of an E4M3 scale and an E2M1 code
 _FC2_SCALE = 16.0
+_SMALLEST_AMAX = 2.0**-100
 
 
 @checked
@@ -50,11 +51,12 @@ def moe_experts(
       gate_up: [E 2 F D] of this rank: gate, then up. down: [E D F] of this rank. One format.
       swiglu: alpha, limit, beta.
       slices: runs that F is cut into; divides F.
-      quantize_input: quantise both products' inputs. NVFP4 experts: FC1 per row with the outer scale
-        2688/amax, FC2 with the fixed outer scale 16. MXFP8 experts: per row and 32 channels.
+      quantize_input: quantise both products' inputs. NVFP4 experts: FC1 per row with the outer
+        scale 2688/amax, FC2 with the fixed outer scale 16. MXFP8 experts: per row and 32 channels.
       impl: the implementation, chosen by the Target.
     Raises:
       TypeCheckError: shapes or dtypes disagree.
+      ValueError: `slices` does not divide F.
     Source: MiniMax-M3.1 numerics note for the NVFP4 quantisers.
     """
     match impl.kind:
@@ -74,23 +76,33 @@ def moe_experts(
 
 
 def _codes(values: Array, outer: float) -> Array:
-    """E2M1 value times stored scale of each group of 16, the scale rounded to E4M3 after `outer`."""
+    """E2M1 value times stored scale of each group of 16 along the last axis.
+
+    scale = e4m3(amax / 6 * outer), code = e2m1(value / (scale / outer)); `outer` is a power of two,
+    so that no product here rounds. A group whose scale rounds to 0 is all zeros.
+    """
     groups = values.reshape(*values.shape[:-1], -1, nvfp4.GROUP)
     amax = jnp.abs(groups).max(axis=-1, keepdims=True)
-    scale = nvfp4.e4m3_cast(amax / 6.0 * outer).astype(jnp.float32)
-    step = jnp.where(scale == 0.0, 1.0, scale / outer)
-    codes = nvfp4.e2m1_decode(nvfp4.e2m1_encode(groups / step))
-    return jnp.where(scale == 0.0, 0.0, codes * scale).reshape(values.shape)
+    scale = nvfp4.group_scale(amax * outer).astype(jnp.float32)
+    codes = nvfp4.e2m1_decode(nvfp4.e2m1_encode(groups, scale / outer))
+    return (codes * scale).reshape(values.shape)
+
+
+def _to_bfloat16(x: Array) -> Array:
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
 def quantize_fc1(x: Array) -> tuple[Array, Array]:
-    """FC1's input rule: (code values [T, D], row factor [T, 1] for the product, before the activation)."""
+    """FC1's input rule: (code values [T, D], factor [T, 1] of the product before the activation).
+
+    A row with nothing above 2^-100 counts as zero: 2688 / amax could overflow, and infinity times
+    one of its zeros is NaN.
+    """
     wide = x.astype(jnp.float32)
     amax = jnp.abs(wide).max(axis=-1, keepdims=True)
-    scaled = wide * (_FC1_RANGE / jnp.where(amax == 0.0, 1.0, amax))
-    scaled = jax.lax.reduce_precision(scaled, exponent_bits=8, mantissa_bits=7)
-    factor = jax.lax.reduce_precision(amax / _FC1_RANGE, exponent_bits=8, mantissa_bits=7)
-    return _codes(scaled, 1.0), factor
+    amax = jnp.where(amax < _SMALLEST_AMAX, 0.0, amax)
+    scaled = _to_bfloat16(wide * (_FC1_RANGE / jnp.where(amax == 0.0, 1.0, amax)))
+    return _codes(scaled, 1.0), _to_bfloat16(nvfp4.divide(amax, _FC1_RANGE))
 
 
 def quantize_fc2(z: Array) -> Array:
@@ -127,7 +139,7 @@ def reference(
         w_out = split_input(dequantize(down.take(e), x.dtype), slices)  # S D f
 
         def tile(rows: Array, factor: Array, share: Array) -> Array:
-            both = jnp.einsum("td,cfd->ctf", rows, w_in, preferred_element_type=jnp.float32)
+            both = linear.product("td,cfd->ctf", rows, w_in)
             both = (both * factor).astype(x.dtype).astype(jnp.float32)
             hidden = swiglu(both[0], both[1]).astype(x.dtype)
             if is_vendor:

@@ -40,7 +40,8 @@ def moe_route(
 
     Args:
       x: rows, never taken from a quantised input.
-      router: one row an expert. bias: score correction, only for the choice; None if the model has none.
+      router: one row an expert.
+      bias: score correction, only for the choice; None if the model has none.
       experts_per_token: how many to choose (X).
       impl: the implementation, chosen by the Target.
     Raises:
@@ -82,7 +83,7 @@ def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
 
 
 def compare(out: Routes, ref: Routes) -> None:
-    """Ids exact (cells have margins far above rounding); weights within 64 ulp of a sum of D products."""
+    """Ids exact (cells have margins far above rounding); weights, of D products, within 64 ulp."""
     assert_equal(out.ids, ref.ids, "expert ids")
     assert_ulp(out.weights, ref.weights, 64, "expert weights")
 

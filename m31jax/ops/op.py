@@ -13,9 +13,10 @@ from jaxtyping import jaxtyped
 ROW_TILE = 8
 """Rows that the reference computes at a time, whatever the number of live rows.
 
-An XLA matmul gives one row other last bits in a batch of 2 than in a batch of 8. Running each op over
-tiles of one fixed shape makes a row's bits independent of its neighbours, so that decode (one row a slot),
-verify (1 + K rows) and prefill (a chunk) agree. Any size works if one size serves every phase.
+An XLA matmul gives one row other last bits in a batch of 2 than in a batch of 8. Running each op
+over tiles of one fixed shape makes a row's bits independent of its neighbours, so that decode (one
+row a slot), verify (1 + K rows) and prefill (a chunk) agree. Any size works if one size serves
+every phase.
 """
 
 
@@ -31,7 +32,7 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation of one op, chosen by the Target before tracing. Hashable, static under jit."""
+    """One implementation of one op, chosen before tracing. Hashable, static under jit."""
 
     kind: Kind = Kind.REFERENCE
     arch: str = "cpu"
@@ -53,9 +54,16 @@ checked = jaxtyped(typechecker=beartype)
 """Makes jaxtyping annotations the shape check. Runs while tracing; a compiled step pays nothing."""
 
 
-def no_implementation(op: str, impl: Impl) -> NotImplementedError:
+class NoImplementation(NotImplementedError):
+    """An op has no implementation of that kind at all, whatever the input.
+
+    A kernel that does not cover one valid input raises a plain NotImplementedError.
+    """
+
+
+def no_implementation(op: str, impl: Impl) -> NoImplementation:
     """The error of an op asked for an implementation that it does not have."""
-    return NotImplementedError(
+    return NoImplementation(
         f"{op} has no {impl.kind} implementation for {impl.arch}; "
         f"unset M31JAX_IMPL or name one that `m31jax explain` lists"
     )
@@ -65,10 +73,10 @@ def map_tiles(fn: Callable[..., Any], *rows: jax.Array | None) -> Any:
     """Apply a row-wise function over fixed tiles of ROW_TILE rows.
 
     Args:
-      fn: takes as many arrays as `rows`, each [ROW_TILE, ...] (None stays None); returns a pytree of
-        [ROW_TILE, ...]. Row i of its result may depend on row i of its arguments only.
-      rows: arrays with one leading axis of T rows. The last tile is filled with copies of the last row,
-        whose results are dropped.
+      fn: takes as many arrays as `rows`, each [ROW_TILE, ...] (None stays None); returns a pytree
+        of [ROW_TILE, ...]. Row i of its result may depend on row i of its arguments only.
+      rows: arrays with one leading axis of T rows, T at least 1. The last tile is filled with
+        copies of the last row, whose results are dropped.
     Returns:
       The results for all T rows.
     """

@@ -25,7 +25,7 @@ CELLS = (
 
 
 class Projected(NamedTuple):
-    """What the projections of one layer gave, before norm; index parts are None in a dense layer."""
+    """Projections of one layer, before norm; the index parts are None in a dense layer."""
 
     q: Float[Array, "T N H"]
     k: Float[Array, "T K H"]
@@ -84,7 +84,7 @@ def qk_norm_rope_append(
 ) -> Appended:
     """Normalise each head, rotate its first `rotary_dim` channels, store K, V and index K.
 
-    V is stored as projected. What later rows read is the stored value, also for the rows of this call.
+    V is stored as projected. Later rows read the stored value, and so do the rows of this call.
 
     Args:
       x: projections of T rows.
@@ -119,7 +119,11 @@ def qk_norm_rope_append(
 
 
 def rotate(x: Array, position: Array, rotary_dim: int, theta: float) -> Array:
-    """NeoX rotation of the first `rotary_dim` channels of [T, heads, H] rows; the rest pass through."""
+    """NeoX rotation of the first `rotary_dim` channels of [T, heads, H]; the rest pass through.
+
+    Angles are float32 products, as in the model's public implementations: by float32's spacing
+    alone, an angle near position 2^20 is off by up to 0.031 rad.
+    """
     half = rotary_dim // 2
     exponent = np.arange(0, rotary_dim, 2, dtype=np.float32) / np.float32(rotary_dim)
     inv_freq = (1.0 / np.float32(theta) ** exponent).astype(np.float32)
@@ -215,30 +219,37 @@ def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
 
 
 def compare(out: Appended, ref: Appended) -> None:
-    """Queries within 4 ulp (norm and rotation round in another order); stored bytes within the same.
+    """Queries within 4 ulp (norm and rotation round in another order); V, only stored, is equal.
 
-    Stored quantised values may move by one code where the value sits on a boundary, so values are compared
-    with one code step for FP8 and NVFP4 and 4 ulp otherwise; V, which is only stored, must be equal.
+    Stored K and index K: within 4 ulp of their dtype where it is a plain one. A quantised value
+    that sits on a boundary may move by one code, so the decoded ones differ by one step at most,
+    and no more than 1% of those written. Rows that were not written are equal.
     """
+    if jax.tree.structure(out) != jax.tree.structure(ref):
+        raise AssertionError(f"parts {jax.tree.structure(out)}, not {jax.tree.structure(ref)}")
     assert_ulp(out.q, ref.q, 4, "q")
     if ref.index_q is not None and out.index_q is not None:
         assert_ulp(out.index_q, ref.index_q, 4, "index_q")
-    for part_out, part_ref in zip(out.v_pool, ref.v_pool, strict=True):
-        if part_ref is not None and part_out is not None:
-            assert_equal(part_out, part_ref, "v pool")
-    pairs = [(out.k_pool, ref.k_pool, "k pool"), (out.index_pool, ref.index_pool, "index pool")]
-    for pool_out, pool_ref, what in pairs:
-        if pool_ref is None or pool_out is None:
-            continue
-        narrow = pool_ref.data.dtype.itemsize == 1
-        ulps = 2.0**21 if narrow else 4  # 2^21 ulp of float32 is a quarter: one code step at most
-        got, want = kv_format.decode(pool_out), kv_format.decode(pool_ref)
-        assert_ulp(got, want, ulps, what)
-        if not narrow:
-            continue
-        changed = float(jnp.mean(got != want))
-        if changed > 0.01:
-            raise AssertionError(f"{what}: {changed:.1%} of stored values differ, limit 1%")
+    jax.tree.map(lambda o, r: assert_equal(o, r, "v pool"), out.v_pool, ref.v_pool)
+    _compare_pools(out.k_pool, ref.k_pool, "k pool")
+    if ref.index_pool is not None and out.index_pool is not None:
+        _compare_pools(out.index_pool, ref.index_pool, "index pool")
+
+
+def _compare_pools(out: Stored, ref: Stored, what: str) -> None:
+    """Stored vectors of two pools that were empty before."""
+    if ref.data.dtype.itemsize > 1:
+        assert_ulp(out.data, ref.data, 4, what)
+        return
+    # Largest step of a code, in terms of the vector's largest value: E2M1 from 6 to 4, E4M3 1/8.
+    step = 1 / 8 if ref.scale is None else 1 / 3
+    got, want = kv_format.decode(out), kv_format.decode(ref)
+    assert_ulp(got, want, step * 2**23, what)  # 2^23 ulp of float32 is the row's largest value
+    differ = got != want
+    written = (want != 0.0).any(axis=-1)
+    changed = float(differ.sum() / jnp.maximum(written.sum() * want.shape[-1], 1))
+    if changed > 0.01:
+        raise AssertionError(f"{what}: {changed:.1%} of stored values differ, limit 1%")
 
 
 def bytes_moved(spec: Mapping[str, Any]) -> int:

@@ -31,8 +31,8 @@ def rms_norm(
 
     Args:
       x: rows of the residual stream.
-      weight: as the checkpoint stores it. It is folded nowhere else: with `offset` 1 a weight of 0 gives
-        the plain normalised row and -1 gives zero.
+      weight: as the checkpoint stores it. It is folded nowhere else: with `offset` 1 a weight of 0
+        gives the plain normalised row and -1 gives zero.
       eps: added to the mean of squares.
       offset: 1 for Gemma-style weights, 0 for plain ones.
       impl: the implementation, chosen by the Target.
@@ -63,9 +63,7 @@ def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `rms_norm` for one cell."""
     rows, weight = jax.random.split(key)
     x = jax.random.normal(rows, (spec["T"], spec["D"])).astype(spec["dtype"])
-    return dict(
-        x=x, weight=0.3 * jax.random.normal(weight, (spec["D"],)), eps=1e-6, offset=1.0
-    )
+    return dict(x=x, weight=0.3 * jax.random.normal(weight, (spec["D"],)), eps=1e-6, offset=1.0)
 
 
 def compare(out: Array, ref: Array) -> None:

@@ -29,9 +29,9 @@ def row_linear(
     quantize_input: bool,
     impl: Impl = REFERENCE,
 ) -> Float32[Array, "T S N"]:
-    """out[t, s] = x[t, slice s] @ weight[:, slice s]^T: partial sums over `slices` runs of the input.
+    """out[t, s] = x[t, slice s] @ weight[:, slice s]^T: partial sums over runs of the input.
 
-    The caller adds them over slices and ranks in a fixed order (`collectives.sum_own_slices`, `all_reduce`).
+    The caller adds them over slices and ranks in a fixed order (`collectives.sum_slices`).
 
     Args:
       x: input rows of this rank.
@@ -41,6 +41,7 @@ def row_linear(
       impl: the implementation, chosen by the Target.
     Raises:
       TypeCheckError: shapes or dtypes disagree.
+      ValueError: `slices` does not divide K.
       NotImplementedError: the weight is NVFP4; those belong to `moe_experts`.
     """
     if weight.format == "nvfp4":
@@ -57,13 +58,8 @@ def row_linear(
 def sliced_product(rows: Array, values: Array) -> Array:
     """[T, K] rows against [S, N, k] values: float32 [T, S, N]."""
     slices, _, width = values.shape
-    out = jnp.einsum(
-        "tsk,snk->stn",
-        rows.reshape(rows.shape[0], slices, width),
-        values,
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.moveaxis(out, 0, 1)
+    cut = rows.reshape(rows.shape[0], slices, width)  # T S k
+    return jnp.moveaxis(linear.product("tsk,snk->stn", cut, values), 0, 1)
 
 
 def reference(x: Array, weight: Weight, *, slices: int, quantize_input: bool) -> Array:

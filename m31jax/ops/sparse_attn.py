@@ -16,11 +16,12 @@ from .index_score import pool_pages, random_pool, random_rows
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 
 CELLS = (
-    Cell(
-        "one row at TP8, 16 blocks", dict(lengths=(4000,), N=8, K=1, H=128, k=16, fmt="fp8")
-    ),
+    Cell("one row at TP8, 16 blocks", dict(lengths=(4000,), N=8, K=1, H=128, k=16, fmt="fp8")),
     Cell("short request: fewer blocks", dict(lengths=(5, 300), N=4, K=2, H=64, k=4, fmt="f32")),
-    Cell("NVFP4 cache, unequal rows", dict(lengths=(900, 640, 129), N=8, K=2, H=128, k=3, fmt="nvfp4")),
+    Cell(
+        "NVFP4 cache, unequal rows",
+        dict(lengths=(900, 640, 129), N=8, K=2, H=128, k=3, fmt="nvfp4"),
+    ),
 )
 
 
@@ -40,8 +41,8 @@ def sparse_attn(
 ) -> Float[Array, "T N H"]:
     """Softmax attention over the keys n <= position[t] that lie in block_table[t, kv head].
 
-    Query head h belongs to KV head h // (N / K); all its heads share one row of the table. A row whose
-    blocks hold no visible key (padding) gives zeros, never NaN.
+    Query head h belongs to KV head h // (N / K); all its heads share one row of the table. A row
+    whose blocks hold no visible key (padding) gives zeros, never NaN.
 
     Args:
       q: queries, normalised and rotated.

@@ -1,5 +1,6 @@
 """A linear weight as it is stored, and its values. Shared by the ops that multiply by one."""
 
+import math
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -34,24 +35,23 @@ class Weight(NamedTuple):
 
     def take(self, index: Array | int) -> "Weight":
         """One entry of the leading axis: an expert."""
-        return Weight(*(None if part is None else part[index] for part in self))
+        scale, scale_2 = (None if part is None else part[index] for part in self[1:])
+        return Weight(self.data[index], scale, scale_2)
 
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> Float[Array, "*B N K"]:
     """The weight's values, rounded once to `dtype` (float32 keeps every format exactly)."""
-    match weight.format:
-        case "mxfp8":
-            values = mxfp8.dequantize(weight.data, weight.scale)
-        case "nvfp4":
-            assert weight.scale_2 is not None
-            values = nvfp4.dequantize(weight.data, weight.scale, weight.scale_2[..., None, None])
-        case _:
-            values = weight.data
+    if weight.scale is None:
+        values = weight.data
+    elif weight.scale_2 is None:
+        values = mxfp8.dequantize(weight.data, weight.scale)
+    else:
+        values = nvfp4.dequantize(weight.data, weight.scale, weight.scale_2[..., None, None])
     return values.astype(dtype)
 
 
 def mxfp8_activation(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
-    """Values of `x` after MXFP8 quantisation per row and 32 channels: the MXFP8 linear's own rule."""
+    """Values of `x` after MXFP8 quantisation per row and 32 channels, the MXFP8 linear's rule."""
     return mxfp8.dequantize(*mxfp8.quantize(x.astype(jnp.float32))).astype(x.dtype)
 
 
@@ -60,6 +60,14 @@ def split_input(values: Float[Array, "*B N K"], slices: int) -> Float[Array, "*B
 
     Row-parallel products are partial sums over slices whose number does not depend on the tensor
     parallel width, so that their sum has the same bits at every width.
+
+    Raises:
+      ValueError: `slices` does not divide K.
     """
     *batch, rows, width = values.shape
+    if slices < 1 or width % slices:
+        raise ValueError(
+            f"slices={slices} does not divide the {width} inputs of this rank; "
+            f"use a divisor, such as {math.gcd(width, 8)}"
+        )
     return jnp.moveaxis(values.reshape(*batch, rows, slices, width // slices), -2, -3)

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from .explain import as_lines
-from .options import answer_json, json_option, start_logging
+from .options import answer_json, json_option, simulate_devices, start_logging
 
 PRESETS = ("tiny", "full")
 FORMATS = ("bf16", "mxfp8", "nvfp4")
@@ -25,15 +25,26 @@ def command() -> None:
 @command.command("make", short_help="Write a random, or a re-quantised, checkpoint.")
 @click.option("--preset", type=click.Choice(PRESETS), help="Shapes of a random checkpoint.")
 @click.option("--from", "source", metavar="MODEL", help="Re-quantise this BF16 checkpoint.")
-@click.option("--drafter-for", "target", metavar="MODEL",
-              help="Add a random drafter to this checkpoint.")
+@click.option(
+    "--drafter-for", "target", metavar="MODEL", help="Add a random drafter to this checkpoint."
+)
 @click.option("--format", "form", type=click.Choice(FORMATS), help="How weights are stored.")
 @click.option("--drafter", is_flag=True, help="Add a random drafter, in dspark/.")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="S",
-              help="The same seed gives the same bytes.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="S",
+    help="The same seed gives the same bytes.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
-@click.option("--output", type=click.Path(path_type=Path), metavar="DIR",
-              help="Where to write; absent or empty.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where to write; absent or empty.",
+)
 @json_option
 def make(
     preset: str | None,
@@ -104,3 +115,78 @@ def answer(value: dict[str, Any], as_json: bool) -> None:
         answer_json(value)
     else:
         click.echo("\n".join(as_lines(value)))
+
+
+@command.command("inspect", short_help="Say what a directory holds, and what is wrong.")
+@click.argument("model")
+@click.option(
+    "--values/--no-values",
+    "read_values",
+    default=None,
+    help="Look for NaN and bad scales in every tensor; by default up to 1 GiB.",
+)
+@json_option
+def inspect(model: str, read_values: bool | None, as_json: bool) -> None:
+    """Say what MODEL holds, what would be loaded from it, and everything that is wrong with it.
+
+    Exits with 1 if anything is wrong.
+
+    \b
+    Examples:
+      m31jax checkpoint inspect tiny
+      m31jax checkpoint inspect ./MiniMax-M3.1 --values --json
+    """
+    start_logging()
+    from m31jax.checkpoint.inspect import inspect
+
+    report = inspect(locate(model), read_values=read_values)
+    answer(report, as_json)
+    if report["problems"]:
+        raise click.ClickException(f"{model} has {len(report['problems'])} problems")
+
+
+@command.command("convert", short_help="Convert to Orbax, laid out for a width, and back.")
+@click.argument("model")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="DIR",
+    help="Where to write; absent or empty.",
+)
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="Ranks to lay out for; 1.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of BF16 tensors in memory; float32.",
+)
+@json_option
+def convert(model: str, output: Path, tp: int | None, dtype: str | None, as_json: bool) -> None:
+    """Convert a Hugging Face checkpoint to an Orbax one, or an Orbax one back, bit for bit.
+
+    \b
+    Examples:
+      m31jax checkpoint convert ./MiniMax-M3.1 --tp 8 --output DIR
+      m31jax checkpoint convert ./converted --output DIR
+    """
+    start_logging()
+    simulate_devices(tp or 1)
+    from m31jax.checkpoint import convert, orbax
+
+    path = locate(model)
+    if not orbax.is_orbax(path):
+        done = convert.to_orbax(path, output, tp or 1, np_dtype(dtype or "float32"))
+    elif tp is not None or dtype is not None:
+        raise click.UsageError(
+            f"{model} is an Orbax conversion; the way back takes no --tp, --dtype"
+        )
+    else:
+        done = convert.to_hf(path, output)
+    answer({"output": str(output)} | done, as_json)
+
+
+def np_dtype(name: str) -> Any:
+    """A NumPy dtype by name, bfloat16 too."""
+    import jax.numpy as jnp
+
+    return jnp.dtype(name)

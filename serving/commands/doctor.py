@@ -1,4 +1,4 @@
-"""`m31jax doctor`: what this machine is, which targets it can run, and whether every op is right."""
+"""`m31jax doctor`: what this machine is, which targets it runs, and whether every op is right."""
 
 import importlib
 import importlib.metadata
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .explain import as_lines
-from .options import answer_json, json_option, start_logging
+from .options import answer_json, json_option, keep_compiled_steps, start_logging
 
 VERSIONS = ("m31jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "orbax-checkpoint")
 OPTIONAL_VERSIONS = ("jax-cuda13-plugin", "triton", "jax-triton", "nvidia-cutlass-dsl")
@@ -30,6 +30,7 @@ def command(ops: tuple[str, ...], as_json: bool) -> None:
       m31jax doctor --op index_score --json
     """
     start_logging()
+    keep_compiled_steps()
     from m31jax.ops import STEMS
 
     unknown = sorted(set(ops) - set(STEMS))
@@ -114,7 +115,7 @@ def verdict(module: Any, stem: str, impl: Any, cell: Any, seed: int) -> str | No
     import jax
 
     inputs = module.make_inputs(cell.spec, jax.random.key(seed))
-    # Numbers, formats and flags are static arguments of an op; arrays and pytrees of them are traced.
+    # Numbers, formats and flags are an op's static arguments; arrays and their pytrees are traced.
     arrays = {
         name: value
         for name, value in inputs.items()

@@ -1,10 +1,14 @@
 """`m31jax explain`: what would run where, and why."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from .options import answer_json, engine_options, json_option, load_engine
+from .options import answer_json, engine_options, json_option, simulate_devices, start_logging
+
+SLOTS = 8
+"""Requests that decode at once, where nobody says otherwise; the default of `Engine.load`."""
 
 
 @click.command("explain", short_help="Say what runs where, and why.")
@@ -22,41 +26,64 @@ def command(model: str, as_json: bool, **options: Any) -> None:
       m31jax explain tiny
       m31jax explain ./MiniMax-M3.1 --tp 8 --json
     """
-    explained = load_engine(model, options).explain()
+    explained = explain(model, options)
     if as_json:
         answer_json(explained)
     else:
         click.echo("\n".join(as_lines(explained)))
 
 
-def as_lines(value: Any, indent: int = 0) -> list[str]:
-    """Nested dicts and lists as indented `key: value` lines; a list of small dicts as one line each."""
+def explain(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Engine.load(model, **options).explain()` would say, without reading a weight."""
+    start_logging()
+    simulate_devices(options["tp"])
+    from m31jax import ModelConfig, Target, bundled, engine
+    from m31jax.memory import plan_memory
+    from m31jax.target import Numerics
+
+    target = Target.resolve(options["tp"], options["target"])
+    config = ModelConfig.from_dir(bundled.locate(model, target.settings.cache_dir))
+    chosen = ("dtype", "kv_dtype", "index_dtype", "activation_quant")
+    numerics = Numerics.resolve(config, target.dtype, **{name: options[name] for name in chosen})
+    memory = plan_memory(config, target, numerics, slots=SLOTS)
+    return engine.explain(config, target, numerics, memory)
+
+
+def as_lines(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> list[str]:
+    """Nested dicts and lists as indented `key: value` lines; what holds no dict or list is one."""
     pad = " " * indent
+    lines = []
+    if not isinstance(value, Mapping):
+        return [pad + as_text(inner) for inner in value]
+    for key, inner in value.items():
+        if is_flat(inner):
+            lines.append(f"{pad}{key}: {as_text(inner)}")
+        else:
+            lines += [f"{pad}{key}:", *as_lines(inner, indent + 2)]
+    return lines
+
+
+def is_flat(value: Any) -> bool:
+    """Whether a value holds no dict and no list that holds one."""
     match value:
         case dict():
-            lines = []
-            for key, inner in value.items():
-                if isinstance(inner, dict | list | tuple) and inner:
-                    lines += [f"{pad}{key}:", *as_lines(inner, indent + 2)]
-                else:
-                    lines.append(f"{pad}{key}: {as_text(inner)}")
-            return lines
-        case list() | tuple() if all(isinstance(item, dict) for item in value):
-            return [
-                pad + ", ".join(f"{key}: {as_text(inner)}" for key, inner in item.items())
-                for item in value
-            ]
+            return not any(isinstance(inner, dict | list | tuple) for inner in value.values())
         case list() | tuple():
-            return [f"{pad}{as_text(item)}" for item in value]
-    return [f"{pad}{as_text(value)}"]
+            return not any(isinstance(inner, dict) for inner in value)
+    return True
 
 
 def as_text(value: Any) -> str:
-    """One value as a person reads it: byte counts keep their digits, in groups of three."""
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, dict | list | tuple) and not value:
-        return "none"
+    """A value on one line, as a person reads it."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case None | [] | ():
+            return "none"
+        case int():
+            return f"{value:,}"
+        case dict():
+            return ", ".join(f"{key} {as_text(inner)}" for key, inner in value.items())
+        case list() | tuple():
+            return ", ".join(map(as_text, value))
     return str(value)

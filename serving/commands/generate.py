@@ -1,15 +1,11 @@
 """`m31jax generate`: one completion."""
 
-import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
 import click
 
-from .options import answer_json, engine_options, json_option, load_engine
-
-if TYPE_CHECKING:
-    from m31jax import Completion
+from .options import answer_json, engine_options, json_option, load_engine, say
+from .prompts import as_object, encode, join_ids
 
 
 class TokenIds(click.ParamType):
@@ -32,17 +28,37 @@ class TokenIds(click.ParamType):
 @click.argument("model")
 @click.option("--prompt", metavar="TEXT", help="Text; one user turn if MODEL has a chat template.")
 @click.option("--prompt-ids", type=TokenIds(), metavar="1,2,3", help="Token ids.")
-@click.option("--prompt-file", type=click.File(encoding="utf-8"), metavar="F",
-              help="Text from a file; - is stdin.")
+@click.option(
+    "--prompt-file", type=click.File("rb"), metavar="F", help="Text from a file; - is stdin."
+)
 @click.option("--raw", is_flag=True, help="Send text as it is, without the chat template.")
-@click.option("--max-tokens", type=int, default=128, show_default=True, metavar="N",
-              help="Most tokens to generate.")
-@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T",
-              help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True, metavar="P",
-              help="Keep the likeliest tokens up to this mass.")
-@click.option("--top-k", type=int, default=0, show_default=True, metavar="K",
-              help="Keep the K likeliest tokens; 0 is off.")
+@click.option(
+    "--max-tokens",
+    type=int,
+    default=128,
+    show_default=True,
+    metavar="N",
+    help="Most tokens to generate.",
+)
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, metavar="T", help="0 is greedy."
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="P",
+    help="Keep the likeliest tokens up to this mass.",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="Keep the K likeliest tokens; 0 is off.",
+)
 @click.option("--seed", type=int, metavar="S", help="The same seed gives the same tokens.")
 @click.option("--stop", multiple=True, metavar="S", help="Text that ends the answer; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-sequence token.")
@@ -52,7 +68,7 @@ def command(
     model: str,
     prompt: str | None,
     prompt_ids: list[int] | None,
-    prompt_file: Any,
+    prompt_file: IO[bytes] | None,
     raw: bool,
     max_tokens: int,
     temperature: float,
@@ -87,11 +103,24 @@ def command(
         stop=stop,
         ignore_eos=ignore_eos,
     )
-    text = prompt if prompt_file is None else prompt_file.read()
+    text = prompt if prompt_file is None else read_text(prompt_file)
     engine = load_engine(model, options)
-    ids = prompt_ids if text is None else encode(engine, text, raw)
+    ids = encode(engine, text, is_raw=raw) if text is not None else (prompt_ids or [])
     (completion,) = engine.generate([ids], params)
     if as_json:
         answer_json(as_object(ids, completion))
+    elif engine.tokenizer is not None:
+        click.echo(completion.text)
     else:
-        click.echo(as_text(completion, engine.tokenizer is not None))
+        say("the model directory has no tokenizer.json: ids go in and come out")
+        click.echo(join_ids(completion.token_ids))
+
+
+def read_text(file: IO[bytes]) -> str:
+    """A prompt from a file, to the byte; RequestError if it is not UTF-8."""
+    try:
+        return file.read().decode()
+    except UnicodeDecodeError as error:
+        from m31jax import RequestError
+
+        raise RequestError(f"{file.name} is not UTF-8 text: {error}; convert it first") from error

@@ -1,9 +1,12 @@
 """Options that several commands share, and how a command answers."""
 
+import hashlib
 import json
 import logging
 import os
+import platform
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,15 +42,59 @@ def engine_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def load_engine(model: str | os.PathLike[str], options: Mapping[str, Any]) -> "Engine":
+def load_engine(model: str, options: Mapping[str, Any]) -> "Engine":
     """`Engine.load` with the values of `engine_options`; progress on stderr."""
     start_logging()
+    simulate_devices(options.get("tp", 1))
+    keep_compiled_steps()
     from m31jax import Engine
 
     chosen = dict(options)
     if chosen.get("drafter") == "none":
         chosen["drafter"] = None
     return Engine.load(model, **chosen)
+
+
+def simulate_devices(count: int) -> None:
+    """Let a machine with one CPU run as `count` devices, unless it was told how many; says so.
+
+    Changes nothing on a machine with accelerators, whose devices are never simulated.
+    """
+    if count == 1 or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", count)
+    if jax.default_backend() == "cpu":
+        say(f"simulating {count} devices on this CPU")
+
+
+COMPILED_BYTES = 4 << 30
+"""Most that the folder of compiled steps may take. A limit also makes JAX lock the folder, so that
+two processes cannot read what the other has half written."""
+
+
+def keep_compiled_steps() -> None:
+    """Keep compiled steps in the cache folder, unless JAX has been given a folder of its own.
+
+    The tiny model's steps take half a minute to compile and none to read.
+    """
+    import jax
+
+    from m31jax import switches
+
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = switches.cache_dir(os.environ) / "compiled" / _instruction_set()
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", COMPILED_BYTES)
+
+
+def _instruction_set() -> str:
+    """Names what this CPU can run: JAX's own key does not, and machines share home folders."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(f"{platform.machine()} {flags}".encode()).hexdigest()[:12]
 
 
 class _Stderr(logging.Handler):
