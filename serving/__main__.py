@@ -4,22 +4,14 @@ Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage.
 """
 
 import importlib
-from typing import IO, Any
+from typing import Any
 
 import click
 
+from .commands.options import Failure
+
 COMMANDS = ("demo", "generate", "checkpoint", "explain", "doctor", "bench")
 """Each is a module of `serving.commands`, in the order that `--help` lists them."""
-
-
-class Failure(click.ClickException):
-    """A failure that the user can do something about, printed as one line."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print `error: ...` on stderr, or on `file`."""
-        first, *rest = (line.strip() for line in self.message.splitlines())
-        listed = f" {'; '.join(rest)}" if rest else ""
-        click.echo(f"error: {first}{listed}", file=file, err=file is None)
 
 
 class Commands(click.Group):
@@ -38,7 +30,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click ends quietly when the reader of stdout has gone
-        except OSError as error:
+        except (OSError, NotImplementedError) as error:
             raise Failure(str(error)) from error
         except ValueError as error:
             # Our errors are ValueErrors; asking here, not at the top, keeps `--help` free of JAX.

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from .. import mxfp8, nvfp4, weights
@@ -17,6 +17,11 @@ from .files import INDEX
 from .make import counted, progress_bar, released_sources, with_format
 from .reader import Checkpoint, raise_problems
 from .writer import SHARD_BYTES, Spec, fresh_directory, write_json, write_sharded
+
+
+# One compilation a shape; operation by operation takes many times as long.
+_mxfp8 = jax.jit(mxfp8.quantize)
+_nvfp4 = jax.jit(nvfp4.quantize_weight)
 
 
 def requantise(
@@ -136,20 +141,24 @@ class _Quantiser:
         return self._read(source.name)
 
     def _read(self, name: str) -> np.ndarray:
-        tensor = self.checkpoint.view(self.checkpoint.tensors[name])
+        stored = self.checkpoint.tensors[name]
+        tensor = self.checkpoint.view(stored)
         if not np.isfinite(tensor).all():
-            raise CheckpointError(f"{name} holds NaN or infinite values; it cannot be quantised")
+            raise CheckpointError(
+                f"{stored.name} ({stored.path.name}) holds NaN or infinite values; it cannot be "
+                "quantised"
+            )
         return tensor
 
     def _mxfp8(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        data, scale = mxfp8.quantize(jnp.asarray(self._read(module + ".weight")))
+        data, scale = _mxfp8(self._read(module + ".weight"))
         return np.asarray(data), np.asarray(scale)
 
     def _nvfp4(self, expert: str, leaves: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
         """Parts of matrices that share a global scale, by matrix and tensor suffix."""
         stack = np.stack([self._read(f"{expert}.{leaf}.weight") for leaf in leaves])
         packed, scale, global_scale = (
-            np.asarray(part) for part in nvfp4.quantize_weight(jnp.asarray(stack))
+            np.asarray(part) for part in _nvfp4(stack)
         )
         return {
             leaf: {

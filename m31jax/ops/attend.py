@@ -7,6 +7,7 @@ from jax import Array
 from .. import kv_format
 from ..kv_format import Stored
 from . import pages
+from .op import at_least_two, fixed_sum
 
 
 def attend(
@@ -32,8 +33,8 @@ def attend(
       float32 [T, K, G, H]; zero for a row that sees no key.
     """
     page = pages.page_size(k_pool)
-    rows, kv_heads, group, width = q.shape
-    query = q.astype(jnp.float32)
+    query = at_least_two(q.astype(jnp.float32), axis=2)
+    rows, kv_heads, group, width = query.shape
     heads = jnp.arange(kv_heads)
 
     def step(u: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -52,7 +53,7 @@ def attend(
         fade = jnp.exp(best - shift)
         values = jnp.where(seen[..., None], values, 0.0)  # a stale NaN must not meet a zero weight
         added = jnp.einsum("tkgn,tknh->tkgh", weights, values, precision=jax.lax.Precision.HIGHEST)
-        total = total * fade + weights.sum(axis=-1)
+        total = total * fade + fixed_sum(weights)
         return new_best, total, acc * fade[..., None] + added
 
     start = (
@@ -61,4 +62,5 @@ def attend(
         jnp.zeros((rows, kv_heads, group, width), jnp.float32),
     )
     _, total, acc = jax.lax.fori_loop(0, count, step, start)
-    return acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    out = acc / jnp.where(total == 0.0, 1.0, total)[..., None]
+    return out[:, :, : q.shape[2]]

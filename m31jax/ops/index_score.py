@@ -12,7 +12,7 @@ from .. import kv_format
 from ..kv_format import KVFormat, Stored
 from . import pages
 from .compare import assert_ulp
-from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
+from .op import REFERENCE, Cell, Impl, Kind, at_least_two, checked, map_tiles, no_implementation
 
 CELLS = (
     Cell("one row, last page partly filled", dict(lengths=(300,), I=1, G=128, J=4, fmt="bf16")),
@@ -72,7 +72,8 @@ def reference(
     width = page_table.shape[1]
 
     def tile(query: Array, slot: Array, position: Array) -> Array:
-        query = query.astype(jnp.float32)
+        heads = query.shape[1]
+        query = at_least_two(query.astype(jnp.float32), axis=1)
 
         def block(j: Array, scores: Array) -> Array:
             keys = kv_format.decode(pages.read(index_pool, layer, page_table[slot, j]))  # T page G
@@ -83,7 +84,7 @@ def reference(
 
         empty = jnp.full((*query.shape[:2], width), -jnp.inf, jnp.float32)
         blocks = jnp.minimum(position.max() // page + 1, width)
-        return jax.lax.fori_loop(0, blocks, block, empty)
+        return jax.lax.fori_loop(0, blocks, block, empty)[:, :heads]
 
     return map_tiles(tile, index_q, slot, position)
 

@@ -44,10 +44,8 @@ def run(stem: str, kind: Kind | str | None = None) -> list[Verdict]:
     arch = arch_of(device())
     if kind is None:
         chosen = implementations(stem, arch)
-    elif kind in Kind:
-        chosen = (Impl(Kind(kind), arch),)
     else:
-        raise ValueError(f"no kind {str(kind)!r} of implementation; use one of {', '.join(Kind)}")
+        chosen = (Impl(kind_of(kind), arch),)
     cells = enumerate(module(stem).CELLS)
     return [verdict(stem, cell, impl, number) for number, cell in cells for impl in chosen]
 
@@ -122,6 +120,17 @@ def module(stem: str) -> ModuleType:
     if stem not in STEMS:
         raise ValueError(f"no op {stem!r}; the ops are {', '.join(STEMS)}")
     return importlib.import_module(f"{__package__}.{stem}")
+
+
+def kind_of(name: Kind | str) -> Kind:
+    """A kind of implementation by name.
+
+    Raises:
+      ValueError: an unknown kind; names the known ones.
+    """
+    if name not in Kind:
+        raise ValueError(f"no kind {name!r} of implementation; the kinds are {', '.join(Kind)}")
+    return Kind(name)
 
 
 def device() -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from .explain import as_lines
-from .options import answer_json, json_option, simulate_devices, start_logging
+from .options import Failure, answer_json, json_option, simulate_devices, start_logging
 
 PRESETS = ("tiny", "full")
 FORMATS = ("bf16", "mxfp8", "nvfp4")
@@ -102,21 +102,6 @@ def make(
     answer({"output": None if dry_run else str(output)} | done, as_json)
 
 
-def locate(model: str) -> Path:
-    """The directory that MODEL means."""
-    from m31jax import bundled, switches
-
-    return bundled.locate(model, switches.cache_dir(os.environ))
-
-
-def answer(value: dict[str, Any], as_json: bool) -> None:
-    """The answer, as JSON or as lines."""
-    if as_json:
-        answer_json(value)
-    else:
-        click.echo("\n".join(as_lines(value)))
-
-
 @command.command("inspect", short_help="Say what a directory holds, and what is wrong.")
 @click.argument("model")
 @click.option(
@@ -142,7 +127,7 @@ def inspect(model: str, read_values: bool | None, as_json: bool) -> None:
     report = inspect(locate(model), read_values=read_values)
     answer(report, as_json)
     if report["problems"]:
-        raise click.ClickException(f"{model} has {len(report['problems'])} problems")
+        raise Failure(f"{model} has {len(report['problems'])} problems")
 
 
 @command.command("convert", short_help="Convert to Orbax, laid out for a width, and back.")
@@ -170,12 +155,16 @@ def convert(model: str, output: Path, tp: int | None, dtype: str | None, as_json
       m31jax checkpoint convert ./converted --output DIR
     """
     start_logging()
-    simulate_devices(tp or 1)
     from m31jax.checkpoint import convert, orbax
 
     path = locate(model)
     if not orbax.is_orbax(path):
-        done = convert.to_orbax(path, output, tp or 1, np_dtype(dtype or "float32"))
+        import jax
+        import jax.numpy as jnp
+
+        simulate_devices(tp or 1)
+        stored = jnp.dtype(dtype or "float32")
+        done = convert.to_orbax(path, output, tp or 1, stored, devices=jax.devices())
     elif tp is not None or dtype is not None:
         raise click.UsageError(
             f"{model} is an Orbax conversion; the way back takes no --tp, --dtype"
@@ -185,8 +174,16 @@ def convert(model: str, output: Path, tp: int | None, dtype: str | None, as_json
     answer({"output": str(output)} | done, as_json)
 
 
-def np_dtype(name: str) -> Any:
-    """A NumPy dtype by name, bfloat16 too."""
-    import jax.numpy as jnp
+def locate(model: str) -> Path:
+    """The directory that MODEL means."""
+    from m31jax import bundled, switches
 
-    return jnp.dtype(name)
+    return bundled.locate(model, switches.cache_dir(os.environ))
+
+
+def answer(value: dict[str, Any], as_json: bool) -> None:
+    """The answer, as JSON or as lines."""
+    if as_json:
+        answer_json(value)
+    else:
+        click.echo("\n".join(as_lines(value)))

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .explain import as_lines
-from .options import answer_json, json_option, keep_compiled_steps, start_logging
+from .options import Failure, answer_json, json_option, keep_compiled_steps, start_logging
 
 VERSIONS = ("m31jax", "jax", "jaxlib", "flax", "numpy", "ml_dtypes", "orbax-checkpoint")
 OPTIONAL_VERSIONS = ("jax-cuda13-plugin", "triton", "jax-triton", "nvidia-cutlass-dsl")
@@ -44,7 +44,7 @@ def command(ops: tuple[str, ...], as_json: bool) -> None:
     else:
         click.echo("\n".join(as_lines(report)))
     if bad:
-        raise click.ClickException(f"{bad} of {len(report['ops'])} cells disagree")
+        raise Failure(f"{bad} of {len(report['ops'])} cells disagree")
 
 
 def machine() -> dict[str, Any]:

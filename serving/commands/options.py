@@ -7,12 +7,23 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from m31jax import Engine
+
+
+class Failure(click.ClickException):
+    """A failure that the user can do something about, printed as one line."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print `error: ...` on stderr, or on `file`."""
+        first, *rest = (line.strip() for line in self.message.splitlines())
+        listed = f" {'; '.join(rest)}" if rest else ""
+        click.echo(f"error: {first}{listed}", file=file, err=file is None)
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer with one JSON object.")
 

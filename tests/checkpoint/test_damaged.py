@@ -1,4 +1,4 @@
-"""Damaged checkpoints: each is refused with a message that names what is wrong, and nothing loads."""
+"""Damaged checkpoints: each is refused with a message that names what is wrong."""
 
 import dataclasses
 import json

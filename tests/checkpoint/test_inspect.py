@@ -26,7 +26,7 @@ def test_a_sound_checkpoint(fmt, tmp_path):
     assert report["format"] == {"linear": linear, "experts": experts}
     assert report["tensors"] == made["tensors"]
     assert report["total_bytes"] == made["total_bytes"]
-    assert [s["file"] for s in report["shards"]] == sorted(p.name for p in path.glob("*.safete*"))
+    assert [s["file"] for s in report["shards"]] == sorted(p.name for p in path.glob("model-*"))
     assert all(s["bytes"] == (path / s["file"]).stat().st_size for s in report["shards"])
     assert (report["problems"], report["drafter"], report["tokenizer"]) == ([], None, [])
     assert any("tokenizer" in note for note in report["notes"])

@@ -1,7 +1,6 @@
 """What the tests of every op share: compiled cells, implementations, bit-for-bit comparisons."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -99,7 +98,7 @@ def assert_row_counts(fn: Callable[..., Any], rows: Any, rest: Any = ()) -> None
 
 def row_counts_that_differ(fn: Callable[..., Any], rows: Any, rest: Any = ()) -> list[int]:
     """Row counts whose results are not the first rows of the result of 64."""
-    compiled = jax.jit(fn)
+    compiled = jax.jit(lambda rows, rest: fn(rows, rest))  # a new function is traced anew
     whole = compiled(rows, rest)
     wrong = []
     for count in ROW_COUNTS:
@@ -117,5 +116,4 @@ def untile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _direct(fn: Callable[..., Any], *rows: Any) -> Any:
-    assert inspect.signature(fn)
     return fn(*rows)

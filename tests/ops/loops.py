@@ -1,7 +1,7 @@
-"""The ops and number formats once more: plain loops in float64 NumPy that share no code with them.
+"""The ops and number formats once more: plain float64 loops in NumPy that share no code with them.
 
-Slow and literal on purpose. Where the model's rule itself rounds (a cached value, a quantised input,
-a rotation angle), the loop rounds there too, by looking the value up in a table of the format.
+Slow and literal on purpose. Where the model's rule itself rounds (a cached value, a quantised
+input, a rotation angle), the loop rounds too, by looking the value up in a table of the format.
 """
 
 import math
@@ -26,7 +26,7 @@ def close(got: Any, want: Any, ulps: float, eps: float = 2.0**-23) -> None:
 
 
 def nearest(x: float, table: np.ndarray) -> float:
-    """The table value nearest to x; ties go to the even index, magnitudes past the table saturate."""
+    """The table value nearest to x; ties go to the even index, past the table it saturates."""
     a = abs(float(x))
     above = int(np.searchsorted(table, a))
     if above == len(table):
@@ -76,7 +76,9 @@ def weight_values(weight: Any) -> np.ndarray:
         power = np.asarray(weight.scale).astype(np.float64) - 127
         return e4m3_values(weight.data) * 2.0 ** np.repeat(power, 32, axis=-1)
     scale = np.repeat(e4m3_values(weight.scale), 16, axis=-1)
-    return e2m1_values(weight.data) * scale * np.asarray(weight.scale_2, np.float64)[..., None, None]
+    return (
+        e2m1_values(weight.data) * scale * np.asarray(weight.scale_2, np.float64)[..., None, None]
+    )
 
 
 def cached_values(stored: Any) -> np.ndarray:
@@ -115,7 +117,7 @@ def to_bf16(x: float) -> float:
 
 
 def mxfp8_rows(x: Any) -> np.ndarray:
-    """Values after MXFP8 quantisation: groups of 32, scale a power of two, maximum in (224, 448]."""
+    """Values after MXFP8 quantisation: per 32, scale a power of two, maximum in (224, 448]."""
     x = np.asarray(x, np.float64)
     out = np.zeros(x.shape)
     for at in np.ndindex(x.shape[:-1]):
@@ -167,7 +169,10 @@ def mlp(x: Any, gate: Any, up: Any, down: Any, act: Any, slices: int, quant: boo
     rows = _input(x, gate, quant)
     w_gate, w_up = weight_values(gate), weight_values(up)
     hidden = np.array(
-        [[swiglu(row @ g, row @ u, *act) for g, u in zip(w_gate, w_up, strict=True)] for row in rows]
+        [
+            [swiglu(row @ g, row @ u, *act) for g, u in zip(w_gate, w_up, strict=True)]
+            for row in rows
+        ]
     )
     return row_linear(hidden, down, slices, quant)
 
@@ -197,7 +202,7 @@ def moe_experts(
 
 
 def vendor_fc1(row: np.ndarray) -> tuple[np.ndarray, float]:
-    """S = 2688 / amax, xn = bf16(x S), a scale e4m3(amax(xn) / 6) per 16; factor bf16(amax / 2688)."""
+    """S = 2688 / amax, xn = bf16(x S), scales e4m3(amax(xn) / 6); factor bf16(amax / 2688)."""
     amax = np.abs(row).max()
     if amax == 0:
         return np.zeros(row.shape), 0.0
