@@ -61,12 +61,14 @@ def random_tiny(cache_dir: Path) -> Path:
             except OSError:
                 if not folder.is_dir():  # another process may have been first
                     raise
-    _log.warning("%s: no trained checkpoint is bundled; its weights, and its text, are random", NAME)
+    _log.warning(
+        "%s: no trained checkpoint is bundled; its weights, and its text, are random", NAME
+    )
     return folder
 
 
 def _digest(config: ModelConfig) -> str:
-    """Changes with the layout that `make` writes, so that a kept checkpoint is never a stale one."""
+    """Changes with the layout that `make` writes, so that a kept checkpoint is never stale."""
     tensors = [
         (source.name, source.part.dtypes[0], source.shape)
         for source in make.released_sources(config)

@@ -477,4 +477,3 @@ def _stats(before: Timing, after: Timing) -> dict[str, Any]:
         verify = (after.decode_s - before.decode_s) / steps
         stats["verify_us"] = round(verify * 1e6, 1)
     return stats
-

@@ -76,9 +76,7 @@ def plan_memory(
         raise TargetError(f"max_slots={slots} is below 1; use 1 or more")
     page = config.page_size
     budget = cpu_budget_bytes() if budget_bytes is None else budget_bytes
-    empty = StateSpec(
-        config, target.tp, numerics.kv_format, numerics.index_format, slots, 0, 0
-    )
+    empty = StateSpec(config, target.tp, numerics.kv_format, numerics.index_format, slots, 0, 0)
     each = page_bytes(empty)
     fitting = budget // each if num_pages is None else num_pages
     longest = (fitting - 1) * page

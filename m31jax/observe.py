@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import RequestError
+from .model.attention import Rows
 from .model.state import StateSpec
 from .ops.op import ROW_TILE
 from .request import Request, SamplingParams
@@ -89,15 +90,14 @@ def _run(
     state = steps.admit(state, np.int32(0), row, slot_sampling(request.params))
     buckets = (-(-min(_CHUNK, len(request.prompt_ids)) // ROW_TILE) * ROW_TILE,)
     for start, padded, count in chunks(request.prompt_ids, buckets):
+        place = np.arange(padded.size, dtype=np.int32)
+        rows = Rows(
+            padded,  # pyright: ignore[reportArgumentType]
+            np.zeros_like(padded),  # pyright: ignore[reportArgumentType]
+            np.where(place < count, start + place, np.int32(-1)),  # pyright: ignore[reportArgumentType]
+        )
         state, out = steps.observe(
-            engine.params,
-            state,
-            np.int32(0),
-            padded,
-            np.int32(start),
-            np.int32(count),
-            pages=steps.spec.pages_per_slot,
-            is_traced=is_traced,
+            engine.params, state, rows, pages=steps.spec.pages_per_slot, is_traced=is_traced
         )
         yield out, count
 

@@ -156,35 +156,22 @@ class Steps:
 
     @functools.cached_property
     def observe(self) -> Callable[..., tuple[DecodeState, Observed]]:
-        """(params, state, slot, ids [C], start, count, *, pages, is_traced) -> (state, observed).
+        """(params, state, rows, *, pages, is_traced) -> (state with the rows in its lanes, observed).
 
-        The same forward pass as `prefill`, with the logits of every row instead of a token.
+        The same forward pass as every other step, for any rows, with their logits instead of tokens.
         """
 
-        def local(
-            params: Any,
-            state: DecodeState,
-            slot: Array,
-            ids: Array,
-            start: Array,
-            count: Array,
-            *,
-            pages: int,
-            is_traced: bool,
-        ):
+        def local(params: Any, state: DecodeState, rows: Rows, *, pages: int, is_traced: bool):
             model = nnx.merge(self.graph, params)
-            rows = _chunk(slot, ids, start, count)
             h, lanes, traces = model(rows, state.lanes, state.page_table[:, :pages])
             logits = collectives.all_gather_last(model.logits(h), TP)
-            state = replace(
-                state, lanes=lanes, lengths=state.lengths.at[slot].set(start + count)
-            )
+            state = replace(state, lanes=lanes)
             if not is_traced:
                 return state, Observed(logits, None, None)
             layers = [_whole(trace) for trace in traces]
-            return state, Observed(logits, model.embed(ids), layers)
+            return state, Observed(logits, model.embed(rows.token), layers)
 
-        return self._jit(local, (PartitionSpec(),) * 4, ("pages", "is_traced"))
+        return self._jit(local, (PartitionSpec(),), ("pages", "is_traced"))
 
     @functools.cached_property
     def admit(self) -> Callable[..., DecodeState]:

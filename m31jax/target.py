@@ -167,9 +167,7 @@ class Target:
         return cls._build(name, data, tp, settings)
 
     @classmethod
-    def _build(
-        cls, name: str, data: TargetData, tp: int, settings: switches.Settings
-    ) -> "Target":
+    def _build(cls, name: str, data: TargetData, tp: int, settings: switches.Settings) -> "Target":
         unknown = sorted(set(data.impls) - set(STEMS))
         if unknown:
             raise TargetError(f"target {name} names no op of m31jax: {', '.join(unknown)}")

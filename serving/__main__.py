@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed (one line on stderr says why), 2 wrong usage.
 """
 
 import importlib
+import warnings
 from typing import Any
 
 import click
@@ -51,8 +52,14 @@ def cli() -> None:
     """
 
 
+def show_warning(message: Warning | str, *_: Any) -> None:
+    """A warning for the person who typed the command: without the line of code that gave it."""
+    click.echo(f"warning: {message}", err=True)
+
+
 def main() -> None:
     """Run the command that `sys.argv` names; never returns."""
+    warnings.showwarning = show_warning
     cli(prog_name="m31jax")
 
 

@@ -154,8 +154,10 @@ def decode_hlo(engine: "Engine", state: Any, context: int) -> str:
     """The compiled decode step as text, for the scope that each instruction belongs to."""
     import numpy as np
 
+    from m31jax.ops.op import ROW_TILE
+
     slots = np.arange(engine.memory.spec.slots, dtype=np.int32)
-    rows = -(-len(slots) // 8) * 8
+    rows = -(-len(slots) // ROW_TILE) * ROW_TILE
     padded = np.full(rows, -1, np.int32)
     padded[: len(slots)] = slots
     lowered = engine.steps.decode.lower(  # pyright: ignore[reportFunctionMemberAccess]

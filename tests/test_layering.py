@@ -27,7 +27,7 @@ MAY_IMPORT = {
 _FORMATS = {"errors", "nvfp4", "mxfp8", "kv_format", "config"}
 _TARGET = _FORMATS | {"ops", "switches", "targets", "target"}
 _STEPS = _TARGET | {"model", "request", "sampling", "speculation"}
-_LOADING = _TARGET | {"weights", "checkpoint"}
+_LOADING = _TARGET | {"weights", "checkpoint", "presets"}
 _HOST = {"errors", "config", "request", "text", "finish", "scheduler"}
 
 MAY_IMPORT_INSIDE = {

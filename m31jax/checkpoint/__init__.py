@@ -1,0 +1,1 @@
+"""Checkpoints: read, load, make, re-quantise, inspect, convert. Nothing is imported here."""

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,10 +167,11 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None, str | None]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         return {}, None, f"{INDEX} has no weight_map; download it again"
-    odd = [v for v in set(weight_map.values()) if not isinstance(v, str) or Path(v).name != v]
+    odd = [v for v in weight_map.values() if not isinstance(v, str) or Path(v).name != v]
     if odd:
         return {}, None, f"{INDEX} names shards outside its directory: {few(map(str, odd))}"
-    return weight_map, (content.get("metadata") or {}).get("total_size"), None
+    metadata = content.get("metadata")
+    return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None, None
 
 
 def _against_index(
@@ -200,15 +202,18 @@ class Views:
 
     def __init__(self):
         self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
 
     def view(self, stored: Stored) -> np.ndarray:
         """A tensor's values as a read-only view of its file."""
-        if stored.path not in self._maps:
-            with stored.path.open("rb") as file:
-                self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with self._lock:
+            if stored.path not in self._maps:
+                with stored.path.open("rb") as file:
+                    self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = self._maps[stored.path]
         dtype = DTYPES[stored.dtype]
         count = stored.nbytes // dtype.itemsize
-        flat = np.frombuffer(self._maps[stored.path], dtype, count, stored.offset)
+        flat = np.frombuffer(mapped, dtype, count, stored.offset)
         return flat.reshape(stored.shape)
 
     def release(self) -> None:

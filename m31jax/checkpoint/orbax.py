@@ -111,10 +111,16 @@ def read_metadata(path: Path) -> dict[str, Any]:
         metadata = json.loads((path / METADATA).read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path / METADATA} is not JSON ({error}); convert again") from error
-    if metadata.get("version") != VERSION:
+    version = metadata.get("version") if isinstance(metadata, dict) else None
+    if version != VERSION:
         raise CheckpointError(
-            f"{path / METADATA} has version {metadata.get('version')!r}, this code reads "
-            f"{VERSION}; convert the original again"
+            f"{path / METADATA} has version {version!r}, this code reads {VERSION}; convert the "
+            "original again"
+        )
+    absent = {"tp", "dtype", "prefix", "parameters", "shards"} - metadata.keys()
+    if absent:
+        raise CheckpointError(
+            f"{path / METADATA} lacks {', '.join(sorted(absent))}; convert the original again"
         )
     return metadata
 

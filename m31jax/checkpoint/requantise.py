@@ -18,7 +18,6 @@ from .make import counted, progress_bar, released_sources, with_format
 from .reader import Checkpoint, raise_problems
 from .writer import SHARD_BYTES, Spec, fresh_directory, write_json, write_sharded
 
-
 # One compilation a shape; operation by operation takes many times as long.
 _mxfp8 = jax.jit(mxfp8.quantize)
 _nvfp4 = jax.jit(nvfp4.quantize_weight)
@@ -157,9 +156,7 @@ class _Quantiser:
     def _nvfp4(self, expert: str, leaves: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
         """Parts of matrices that share a global scale, by matrix and tensor suffix."""
         stack = np.stack([self._read(f"{expert}.{leaf}.weight") for leaf in leaves])
-        packed, scale, global_scale = (
-            np.asarray(part) for part in _nvfp4(stack)
-        )
+        packed, scale, global_scale = (np.asarray(part) for part in _nvfp4(stack))
         return {
             leaf: {
                 ".weight_packed": packed[i],

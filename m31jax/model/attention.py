@@ -89,9 +89,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(scope.at("o_proj"))
         self.q_norm = scope.param("q_norm.weight")
         self.k_norm = scope.param("k_norm.weight")
-        self.indexer = nnx.data(
-            None if index_layer is None else Indexer(scope, config, target)
-        )
+        self.indexer = nnx.data(None if index_layer is None else Indexer(scope, config, target))
         self.config, self.target, self.numerics = config, target, numerics
         self.layer, self.index_layer = layer, index_layer
         quantised = (KVFormat.FP8, KVFormat.NVFP4)

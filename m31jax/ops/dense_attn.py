@@ -3,16 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from .. import kv_format
 from ..kv_format import KVFormat, Stored
+from . import cells
 from .attend import attend
 from .compare import assert_ulp
-from .index_score import pool_pages, random_pool, random_rows
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 
 CELLS = (
@@ -96,16 +95,16 @@ def reference(
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `dense_attn` for one cell."""
-    keys = jax.random.split(key, 3)
+    rng = cells.generator(key)
     lengths, fmt = spec["lengths"], KVFormat(spec["fmt"])
-    shape = (2, pool_pages(lengths, 128), spec["K"], 128, spec["H"])
+    shape = (2, cells.pool_pages(lengths, 128), spec["K"], 128, spec["H"])
     return dict(
-        q=jax.random.normal(keys[0], (len(lengths), spec["N"], spec["H"])),
-        k_pool=random_pool(keys[1], shape, fmt),
-        v_pool=random_pool(keys[2], shape, fmt),
+        q=cells.normal(rng, (len(lengths), spec["N"], spec["H"])),
+        k_pool=cells.pool(rng, shape, fmt),
+        v_pool=cells.pool(rng, shape, fmt),
         layer=1,
         scale=spec["H"] ** -0.5,
-        **random_rows(lengths, -(-max(lengths) // 128), 128),
+        **cells.rows(rng, lengths, -(-max(lengths) // 128), 128),
     )
 
 

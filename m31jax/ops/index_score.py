@@ -10,7 +10,7 @@ from jaxtyping import Float, Float32, Int32
 
 from .. import kv_format
 from ..kv_format import KVFormat, Stored
-from . import pages
+from . import cells, pages
 from .compare import assert_ulp
 from .op import REFERENCE, Cell, Impl, Kind, at_least_two, checked, map_tiles, no_implementation
 
@@ -89,42 +89,16 @@ def reference(
     return map_tiles(tile, index_q, slot, position)
 
 
-def random_pool(key: Array, shape: tuple[int, ...], fmt: KVFormat) -> Stored:
-    """A pool of random vectors, for cells; the guard page holds loud values."""
-    values = jax.random.normal(key, shape).at[:, 0].set(448.0)
-    return kv_format.encode(values, fmt)
-
-
-def random_rows(lengths: tuple[int, ...], width: int, page: int) -> dict[str, Array]:
-    """One row at the end of each request, whose pages are scattered over a pool, for cells."""
-    needed = [-(-n // page) for n in lengths]
-    order = 1 + jax.random.permutation(jax.random.key(sum(lengths)), sum(needed))
-    table = jnp.zeros((len(lengths), width), jnp.int32)
-    first = 0
-    for b, count in enumerate(needed):
-        table = table.at[b, :count].set(order[first : first + count].astype(jnp.int32))
-        first += count
-    return dict(
-        page_table=table,
-        slot=jnp.arange(len(lengths), dtype=jnp.int32),
-        position=jnp.array(lengths, jnp.int32) - 1,
-    )
-
-
-def pool_pages(lengths: tuple[int, ...], page: int) -> int:
-    """Pages that `random_rows` needs, the guard included."""
-    return 1 + sum(-(-n // page) for n in lengths)
-
-
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `index_score` for one cell."""
-    q, pool = jax.random.split(key)
-    count = pool_pages(spec["lengths"], 128)
+    rng = cells.generator(key)
+    lengths, width = spec["lengths"], spec["G"]
+    shape = (2, cells.pool_pages(lengths, 128), 128, width)
     return dict(
-        index_q=jax.random.normal(q, (len(spec["lengths"]), spec["I"], spec["G"])),
-        index_pool=random_pool(pool, (2, count, 128, spec["G"]), KVFormat(spec["fmt"])),
+        index_q=cells.normal(rng, (len(lengths), spec["I"], width)),
+        index_pool=cells.pool(rng, shape, KVFormat(spec["fmt"])),
         layer=1,
-        **random_rows(spec["lengths"], spec["J"], 128),
+        **cells.rows(rng, lengths, spec["J"], 128),
     )
 
 

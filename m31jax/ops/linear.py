@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from .. import mxfp8
+from . import cells
 from .compare import assert_ulp
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 from .weight import Weight, dequantize, mxfp8_activation
@@ -82,18 +82,12 @@ def reference(x: Array, weight: Weight, *, quantize_input: bool, out_dtype: Any 
     return map_tiles(tile, x)
 
 
-def random_weight(key: Array, shape: tuple[int, ...], fmt: str) -> Weight:
-    """A weight [..., N, K] of one format, for cells; sized so that products are of order one."""
-    w = jax.random.normal(key, shape) / jnp.sqrt(shape[-1])
-    return Weight(*mxfp8.quantize(w)) if fmt == "mxfp8" else Weight(w)
-
-
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `linear` for one cell."""
-    rows, w = jax.random.split(key)
+    rng = cells.generator(key)
     return dict(
-        x=jax.random.normal(rows, (spec["T"], spec["K"])),
-        weight=random_weight(w, (spec["N"], spec["K"]), spec["format"]),
+        x=cells.normal(rng, (spec["T"], spec["K"])),
+        weight=cells.weight(rng, (spec["N"], spec["K"]), spec["format"]),
         quantize_input=spec["quant"],
     )
 

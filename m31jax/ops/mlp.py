@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
-from . import linear, row_linear
+from . import cells, linear, row_linear
 from .compare import assert_ulp
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 from .weight import Weight, dequantize, split_input
@@ -95,13 +95,13 @@ def reference(
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `mlp` for one cell; `gain` makes pre-activations cross the clamp."""
-    keys = jax.random.split(key, 4)
+    rng = cells.generator(key)
     width, hidden, fmt = spec["D"], spec["F"], spec["format"]
     return dict(
-        x=spec["gain"] * jax.random.normal(keys[0], (spec["T"], width)),
-        gate=linear.random_weight(keys[1], (hidden, width), fmt),
-        up=linear.random_weight(keys[2], (hidden, width), fmt),
-        down=linear.random_weight(keys[3], (width, hidden), fmt),
+        x=spec["gain"] * cells.normal(rng, (spec["T"], width)),
+        gate=cells.weight(rng, (hidden, width), fmt),
+        up=cells.weight(rng, (hidden, width), fmt),
+        down=cells.weight(rng, (width, hidden), fmt),
         swiglu=SwiGLU(1.702, 7.0, 1.0),
         slices=spec["S"],
         quantize_input=spec["quant"],

@@ -5,11 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
 from .. import nvfp4
-from . import linear, row_linear
+from . import cells, linear, row_linear
 from .compare import assert_ulp
 from .mlp import SwiGLU
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
@@ -157,27 +158,20 @@ def reference(
     return jax.lax.fori_loop(0, used.sum(), expert, start)
 
 
-def random_experts(key: Array, shape: tuple[int, ...], fmt: str) -> Weight:
-    """Expert weights of one format, for cells."""
-    if fmt != "nvfp4":
-        return linear.random_weight(key, shape, fmt)
-    w = jax.random.normal(key, shape) / jnp.sqrt(shape[-1])
-    scale_2 = jnp.abs(w).max(axis=(-2, -1)) / _FC1_RANGE
-    return Weight(*nvfp4.quantize(w, scale_2[..., None, None]), scale_2)
-
-
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `moe_experts` for one cell; the last row of a dense cell is padding."""
-    keys = jax.random.split(key, 5)
-    rows, experts, fmt = spec["T"], spec["E"], spec["format"]
-    scores = jax.random.uniform(keys[1], (rows, experts))
-    ids = jnp.sort(jax.lax.top_k(scores, spec["X"])[1], axis=-1).astype(jnp.int32)
+    rng = cells.generator(key)
+    experts, width, hidden, fmt = spec["E"], spec["D"], spec["F"], spec["format"]
+    order = rng.permuted(np.tile(np.arange(experts), (spec["T"], 1)), axis=1)
+    ids = np.sort(order[:, : spec["X"]], axis=1).astype(np.int32)
+    if fmt == "dense":
+        ids[-1] = -1
     return dict(
-        x=4.0 * jax.random.normal(keys[0], (rows, spec["D"])),
-        ids=ids.at[-1].set(-1) if fmt == "dense" else ids,
-        weights=jax.random.uniform(keys[2], (rows, spec["X"])),
-        gate_up=random_experts(keys[3], (experts, 2, spec["F"], spec["D"]), fmt),
-        down=random_experts(keys[4], (experts, spec["D"], spec["F"]), fmt),
+        x=4.0 * cells.normal(rng, (spec["T"], width)),
+        ids=jnp.asarray(ids),
+        weights=jnp.asarray(rng.random(ids.shape, np.float32)),
+        gate_up=cells.weight(rng, (experts, 2, hidden, width), fmt),
+        down=cells.weight(rng, (experts, width, hidden), fmt),
         swiglu=SwiGLU(1.702, 7.0, 1.0),
         slices=spec["S"],
         quantize_input=spec["quant"],

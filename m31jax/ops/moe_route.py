@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32, Int32
 
+from . import cells
 from .compare import assert_equal, assert_ulp
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 
@@ -73,11 +74,12 @@ def reference(x: Array, router: Array, bias: Array | None, *, experts_per_token:
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `moe_route` for one cell."""
-    keys = jax.random.split(key, 3)
+    rng = cells.generator(key)
+    experts, width = spec["E"], spec["D"]
     return dict(
-        x=jax.random.normal(keys[0], (spec["T"], spec["D"])),
-        router=jax.random.normal(keys[1], (spec["E"], spec["D"])) / jnp.sqrt(spec["D"]),
-        bias=0.25 * jax.random.normal(keys[2], (spec["E"],)) if spec["bias"] else None,
+        x=cells.normal(rng, (spec["T"], width)),
+        router=cells.weight(rng, (experts, width), "dense").data,
+        bias=0.25 * cells.normal(rng, (experts,)) if spec["bias"] else None,
         experts_per_token=spec["X"],
     )
 

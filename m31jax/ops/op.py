@@ -89,21 +89,27 @@ def map_tiles(fn: Callable[..., Any], *rows: jax.Array | None) -> Any:
         fill = [(0, tiles * ROW_TILE - count)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, fill, mode="edge").reshape(tiles, ROW_TILE, *x.shape[1:])
 
-    out = jax.lax.map(lambda tile: fn(*tile), tuple(split(x) for x in rows))
+    def isolated(tile: tuple[jax.Array | None, ...]) -> Any:
+        # XLA inlines a loop of one tile and fuses it with its surroundings, where a product and a
+        # sum become one fused multiply-add: other bits than in a loop of several tiles.
+        return jax.lax.optimization_barrier(fn(*jax.lax.optimization_barrier(tile)))
+
+    out = jax.lax.map(isolated, tuple(split(x) for x in rows))
     return jax.tree.map(lambda y: y.reshape(tiles * ROW_TILE, *y.shape[2:])[:count], out)
 
 
 def fixed_sum(x: jax.Array) -> jax.Array:
-    """Float32 sum over the last axis, in an order that does not depend on the size of the other axes.
+    """Float32 sum over the last axis, in an order that the size of the other axes does not change.
 
-    An XLA reduction's order does: on CPU a sum of 64 over 32 rows goes to other code than one over 64 rows,
-    so the heads of one shard would round otherwise than the same heads among more. A product with a vector
-    of ones takes one path at every size (checked for 8 to 256 rows, 16 to 6144 terms).
+    An XLA reduction's order does change: on CPU a sum of 64 over 32 rows goes to other code than
+    one over 64 rows, so the heads of one shard would round otherwise than the same heads among
+    more. A product with a vector of ones takes one path at every size (checked for 8 to 256 rows,
+    16 to 6144 terms).
     """
     ones = jnp.ones(x.shape[-1], jnp.float32)
     return jnp.matmul(x, ones, precision=jax.lax.Precision.HIGHEST)
 
 
 def at_least_two(x: jax.Array, axis: int) -> jax.Array:
-    """`x`, its single row along `axis` doubled: a product of one row takes other code than one of more."""
+    """`x`, a single row along `axis` doubled: a product of one row takes other code than more."""
     return jnp.concatenate([x, x], axis=axis) if x.shape[axis] == 1 else x

@@ -42,12 +42,9 @@ def run(stem: str, kind: Kind | str | None = None) -> list[Verdict]:
       NoImplementation: the op has no implementation of `kind`.
     """
     arch = arch_of(device())
-    if kind is None:
-        chosen = implementations(stem, arch)
-    else:
-        chosen = (Impl(kind_of(kind), arch),)
+    impls = implementations(stem, arch) if kind is None else (Impl(kind_of(kind), arch),)
     cells = enumerate(module(stem).CELLS)
-    return [verdict(stem, cell, impl, number) for number, cell in cells for impl in chosen]
+    return [verdict(stem, cell, impl, number) for number, cell in cells for impl in impls]
 
 
 def verdict(stem: str, cell: Cell, impl: Impl, seed: int = 0) -> Verdict:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
 
+from . import cells
 from .compare import assert_ulp
 from .op import REFERENCE, Cell, Impl, Kind, checked, fixed_sum, map_tiles, no_implementation
 
@@ -61,9 +62,9 @@ def reference(x: Array, weight: Array, *, eps: float, offset: float) -> Array:
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `rms_norm` for one cell."""
-    rows, weight = jax.random.split(key)
-    x = jax.random.normal(rows, (spec["T"], spec["D"])).astype(spec["dtype"])
-    return dict(x=x, weight=0.3 * jax.random.normal(weight, (spec["D"],)), eps=1e-6, offset=1.0)
+    rng = cells.generator(key)
+    x = cells.normal(rng, (spec["T"], spec["D"]), spec["dtype"])
+    return dict(x=x, weight=0.3 * cells.normal(rng, (spec["D"],)), eps=1e-6, offset=1.0)
 
 
 def compare(out: Array, ref: Array) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Float32
@@ -72,13 +71,7 @@ def reference(x: Array, weight: Weight, *, slices: int, quantize_input: bool) ->
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `row_linear` for one cell."""
-    rows, w = jax.random.split(key)
-    return dict(
-        x=jax.random.normal(rows, (spec["T"], spec["K"])),
-        weight=linear.random_weight(w, (spec["N"], spec["K"]), spec["format"]),
-        slices=spec["S"],
-        quantize_input=spec["quant"],
-    )
+    return linear.make_inputs(spec, key) | dict(slices=spec["S"])
 
 
 def compare(out: Array, ref: Array) -> None:

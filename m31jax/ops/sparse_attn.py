@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
 from .. import kv_format
 from ..kv_format import KVFormat, Stored
+from . import cells
 from .attend import attend
 from .compare import assert_ulp
-from .index_score import pool_pages, random_pool, random_rows
 from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
 
 CELLS = (
@@ -111,24 +111,22 @@ def reference(
 
 def make_inputs(spec: Mapping[str, Any], key: Array) -> dict[str, Any]:
     """Arguments of `sparse_attn` for one cell: random blocks, the row's own block among them."""
-    keys = jax.random.split(key, 4)
+    rng = cells.generator(key)
     lengths, kv, topk, fmt = spec["lengths"], spec["K"], spec["k"], KVFormat(spec["fmt"])
-    shape = (2, pool_pages(lengths, 128), kv, 128, spec["H"])
-    tables = []
-    for row, length in enumerate(lengths):
-        last = (length - 1) // 128
-        for head in range(kv):
-            pick = jax.random.permutation(jax.random.fold_in(keys[3], row * kv + head), last)
-            ids = jnp.sort(jnp.append(pick[: topk - 1], last))
-            tables.append(jnp.pad(ids, (0, topk - ids.size), constant_values=-1))
+    shape = (2, cells.pool_pages(lengths, 128), kv, 128, spec["H"])
+    table = np.full((len(lengths), kv, topk), -1, np.int32)
+    for row, head in np.ndindex(table.shape[:2]):
+        last = (lengths[row] - 1) // 128
+        chosen = sorted([*rng.permutation(last)[: topk - 1], last])
+        table[row, head, : len(chosen)] = chosen
     return dict(
-        q=jax.random.normal(keys[0], (len(lengths), spec["N"], spec["H"])),
-        k_pool=random_pool(keys[1], shape, fmt),
-        v_pool=random_pool(keys[2], shape, fmt),
-        block_table=jnp.stack(tables).reshape(len(lengths), kv, topk).astype(jnp.int32),
+        q=cells.normal(rng, (len(lengths), spec["N"], spec["H"])),
+        k_pool=cells.pool(rng, shape, fmt),
+        v_pool=cells.pool(rng, shape, fmt),
+        block_table=jnp.asarray(table),
         layer=1,
         scale=spec["H"] ** -0.5,
-        **random_rows(lengths, max(topk, -(-max(lengths) // 128)), 128),
+        **cells.rows(rng, lengths, max(topk, -(-max(lengths) // 128)), 128),
     )
 
 

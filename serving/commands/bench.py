@@ -11,7 +11,15 @@ from typing import Any
 import click
 
 from .doctor import versions
-from .options import answer_json, engine_options, json_option, load_engine, say
+from .options import (
+    Failure,
+    answer_json,
+    engine_options,
+    json_option,
+    load_engine,
+    say,
+    start_logging,
+)
 
 
 @click.group("bench", short_help="Measure.")
@@ -21,6 +29,66 @@ def command() -> None:
     \b
     Example: m31jax bench step --preset tiny
     """
+
+
+@command.command("ops", short_help="Time every implementation of ops.")
+@click.argument("stems", nargs=-1, metavar="[STEM]...")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    metavar="KIND",
+    help="Only this kind of implementation; repeatable.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(2),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="Timed programs a row.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    metavar="F",
+    help="Also write the rows to a file, as a JSON list.",
+)
+@json_option
+def ops(
+    stems: tuple[str, ...],
+    kinds: tuple[str, ...],
+    rounds: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Time every cell of the ops STEM (all by default) with every implementation.
+
+    Exits with 1 if an implementation disagrees with its reference.
+
+    \b
+    Examples:
+      m31jax bench ops
+      m31jax bench ops index_score index_topk --json
+    """
+    start_logging()
+    from m31jax.ops import STEMS, bench
+    from m31jax.ops.op import Kind
+
+    for word, known in ((stems, STEMS), (kinds, tuple(Kind))):
+        unknown = sorted(set(word) - set(known))
+        if unknown:
+            raise click.UsageError(f"no {', '.join(unknown)}; there are {', '.join(known)}")
+    rows = bench.run(stems or STEMS, kinds=[Kind(kind) for kind in kinds] or None, rounds=rounds)
+    rows = [row | provenance() for row in rows]
+    write(rows, output)
+    if as_json:
+        answer_json({"rows": rows})
+    else:
+        click.echo(bench.table(rows))
+    bad = sum(row["ok"] is False for row in rows)
+    if bad:
+        raise Failure(f"{bad} of {len(rows)} rows disagree with their reference")
 
 
 @command.command("step", short_help="Time prefill and decode steps.")
@@ -95,18 +163,23 @@ def step(
             model = str(random_checkpoint(form, Path(folder)))
         longest = context + 2 * repeats + 16
         engine = load_engine(model, options | {"max_slots": slots, "max_seq_len": longest})
-    from serving.measure import step_rows
+    from ..measure import step_rows
 
     say("compiling and measuring ...")
     rows = step_rows(engine, context=context, repeats=repeats, counts=sorted({1, slots}))
     about = provenance() | {"numerics": engine.numerics.describe(), "tp": engine.target.tp}
     rows = [row | about for row in rows]
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write(rows, output)
     if as_json:
         answer_json({"rows": rows})
     else:
         click.echo("\n".join(table(rows)))
+
+
+def write(rows: list[dict[str, Any]], output: Path | None) -> None:
+    """Keep rows in a file, one JSON list, if there is one."""
+    if output is not None:
+        output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def random_checkpoint(form: str, folder: Path) -> Path:

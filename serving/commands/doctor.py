@@ -1,6 +1,5 @@
 """`m31jax doctor`: what this machine is, which targets it runs, and whether every op is right."""
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -88,44 +87,21 @@ def verdicts(stems: tuple[str, ...]) -> list[dict[str, Any]]:
     """One row a cell of each op, as this machine's target runs it."""
     from tqdm import tqdm
 
+    from m31jax.ops import oracle
     from m31jax.target import Target
 
     target = Target.resolve()
     rows = []
     for stem in tqdm(stems, desc="ops", unit="op", leave=False):
-        module = importlib.import_module(f"m31jax.ops.{stem}")
-        impl = target.impl(stem)
-        for number, cell in enumerate(module.CELLS):
-            problem = verdict(module, stem, impl, cell, number)
-            rows.append(
-                {
-                    "op": stem,
-                    "impl": str(impl.kind),
-                    "arch": impl.arch,
-                    "cell": cell.why,
-                    "ok": problem is None,
-                }
-                | ({} if problem is None else {"problem": problem})
-            )
+        for number, cell in enumerate(oracle.module(stem).CELLS):
+            found = oracle.verdict(stem, cell, target.impl(stem), number)
+            row = {
+                "op": stem,
+                "impl": str(found.impl.kind),
+                "arch": found.impl.arch,
+                "cell": cell.why,
+                "outcome": found.outcome,
+                "ok": found.outcome != "disagrees",
+            }
+            rows.append(row if found.problem is None else row | {"problem": found.problem})
     return rows
-
-
-def verdict(module: Any, stem: str, impl: Any, cell: Any, seed: int) -> str | None:
-    """None where the compiled op agrees with its reference, else what differs."""
-    import jax
-
-    inputs = module.make_inputs(cell.spec, jax.random.key(seed))
-    # Numbers, formats and flags are an op's static arguments; arrays and their pytrees are traced.
-    arrays = {
-        name: value
-        for name, value in inputs.items()
-        if all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value))
-    }
-    static = {name: value for name, value in inputs.items() if name not in arrays}
-    op = getattr(module, stem)
-    out = jax.jit(lambda arrays: op(**arrays, **static, impl=impl))(arrays)
-    try:
-        module.compare(out, module.reference(**inputs))
-    except AssertionError as error:
-        return str(error)
-    return None

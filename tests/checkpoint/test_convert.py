@@ -46,9 +46,7 @@ def originals(tmp_path_factory) -> dict[str, Path]:
     requantise.requantise(
         golden_dir() / "hf_tiny_k", folder / "requantised", "nvfp4", progress=False
     )
-    make.make(
-        raw.small(), folder / "shards", drafter=True, max_shard_bytes=100_000, progress=False
-    )
+    make.make(raw.small(), folder / "shards", drafter=True, max_shard_bytes=100_000, progress=False)
     expert = "language_model.model.layers.1.block_sparse_moe.experts.1."
     raw.edit(folder / "shards", {"vision_tower.x": raw.Tensor.of("F16", [1.0])})
     raw.set_bytes(folder / "shards", expert + "w1.weight_packed", 0, bytes(8))
@@ -122,9 +120,7 @@ def test_another_width_of_the_same_shapes(originals, tmp_path):
 @pytest.mark.parametrize(("stored", "wanted"), [(F32, BF16), (BF16, F32)])
 def test_another_dtype(stored, wanted, originals, tmp_path):
     to_orbax(originals["requantised"], tmp_path / "orbax", 1, stored)
-    assert_same(
-        load(tmp_path / "orbax", 1, wanted), load(originals["requantised"], 1, wanted)
-    )
+    assert_same(load(tmp_path / "orbax", 1, wanted), load(originals["requantised"], 1, wanted))
 
 
 def test_inspecting_a_conversion(originals, tmp_path):
@@ -182,6 +178,11 @@ def _some_bytes(path: Path) -> None:
 BROKEN = {
     "metadata is not JSON": (lambda p: (p / "m31jax.json").write_text("{"), "not JSON"),
     "another version": (lambda p: _metadata(p, version=2), "version 2"),
+    "metadata is a list": (lambda p: (p / "m31jax.json").write_text("[]"), "version None"),
+    "metadata in part": (
+        lambda p: (p / "m31jax.json").write_text('{"version": 1, "tp": 1}'),
+        "lacks dtype, parameters, prefix, shards",
+    ),
     "no arrays": (lambda p: shutil.rmtree(p / "params"), "no params/"),
     "another config": (_config, "different models"),
     "damaged arrays": (_some_bytes, "damaged"),

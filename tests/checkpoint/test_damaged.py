@@ -127,7 +127,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
             "q_norm.weight", "k_norm.weight"))),
         ("missing", ATTN + "index_q_proj.weight", "(6)")),
     "w1 without w3": (
-        _drop(*(EXPERT + "w3." + n for n in ("weight_packed", "weight_scale", "weight_global_scale"))),
+        _drop(*(EXPERT + "w3.weight_" + n for n in ("packed", "scale", "global_scale"))),
         ("incomplete", EXPERT + "w3.weight_packed", "(3)")),
     "weight without scale": (_drop(ATTN + "o_proj.weight_scale_inv"),
                              ("incomplete", ATTN + "o_proj.weight_scale_inv")),
@@ -195,9 +195,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "infinity in a router": (_set(MOE + "gate.weight", np.inf), (MOE + "gate.weight", "infinite")),
     "NaN in a bias": (_set(MOE + "e_score_correction_bias", np.nan),
                       (MOE + "e_score_correction_bias", "NaN")),
-    "NaN in the embedding": (_set(P + "model.embed_tokens.weight", np.nan), ("embed_tokens", "NaN")),
+    "NaN in the embedding": (_set(P + "model.embed_tokens.weight", np.nan),
+                             ("embed_tokens", "NaN")),
     "K scale not 1": (_add(ATTN + "k_scale", Tensor.of("F32", 0.5)), (ATTN + "k_scale", "not 1")),
-    "V scale not 1": (_add(ATTN + "attn.v_scale", Tensor.of("F32", [1.0, 2.0])), ("v_scale", "not 1")),
+    "V scale not 1": (_add(ATTN + "attn.v_scale", Tensor.of("F32", [1.0, 2.0])),
+                      ("v_scale", "not 1")),
     "tied, with another head": (_tie, ("unexpected", HEAD, "differ")),
 }  # fmt: skip
 

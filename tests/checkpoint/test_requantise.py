@@ -101,7 +101,8 @@ def test_every_tensor_is_quantised_by_the_rule_or_unchanged(case, rewritten):
             stack = np.stack([before[f"{stem[:-2]}{w}.weight"].array for w in together])
             code, scale, global_scale = numpy_nvfp4(stack)
             at = together.index(leaf)
-            parts = {s: after[stem + s] for s in (".weight_packed", ".weight_scale", ".weight_global_scale")}  # fmt: skip
+            suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale")
+            parts = {suffix: after[stem + suffix] for suffix in suffixes}
             np.testing.assert_array_equal(unpack(parts[".weight_packed"].array), code[at], name)
             stored_scale = parts[".weight_scale"].array
             assert stored_scale.tobytes() == scale[at].tobytes(), name

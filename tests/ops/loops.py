@@ -158,43 +158,54 @@ def row_linear(x: Any, weight: Any, slices: int, quantize_input: bool) -> np.nda
     return out
 
 
-def swiglu(gate: float, up: float, alpha: float, limit: float, beta: float) -> float:
+def activation(gate: float, up: float, alpha: float, limit: float, beta: float) -> float:
     """SwiGLU-OAI of one pair of pre-activations."""
     g = min(gate, limit)
     u = min(max(up, -limit), limit)
     return g / (1 + math.exp(-alpha * g)) * (u + beta)
 
 
-def mlp(x: Any, gate: Any, up: Any, down: Any, act: Any, slices: int, quant: bool) -> np.ndarray:
-    rows = _input(x, gate, quant)
+def mlp(
+    x: Any, gate: Any, up: Any, down: Any, swiglu: Any, slices: int, quantize_input: bool
+) -> np.ndarray:
+    rows = _input(x, gate, quantize_input)
     w_gate, w_up = weight_values(gate), weight_values(up)
     hidden = np.array(
         [
-            [swiglu(row @ g, row @ u, *act) for g, u in zip(w_gate, w_up, strict=True)]
+            [activation(row @ g, row @ u, *swiglu) for g, u in zip(w_gate, w_up, strict=True)]
             for row in rows
         ]
     )
-    return row_linear(hidden, down, slices, quant)
+    return row_linear(hidden, down, slices, quantize_input)
 
 
 def moe_experts(
-    x: Any, ids: Any, weights: Any, gate_up: Any, down: Any, act: Any, slices: int, quant: bool
+    x: Any,
+    ids: Any,
+    weights: Any,
+    gate_up: Any,
+    down: Any,
+    swiglu: Any,
+    slices: int,
+    quantize_input: bool,
 ) -> np.ndarray:
     """out[t, s] = sum over the row's experts, each on its own."""
     x, ids, weights = np.asarray(x, np.float64), np.asarray(ids), np.asarray(weights, np.float64)
     w_in, w_out = weight_values(gate_up), weight_values(down)
-    is_vendor = quant and gate_up.scale_2 is not None
+    is_vendor = quantize_input and gate_up.scale_2 is not None
     width, hidden_width = w_out.shape[1:]
     run = hidden_width // slices
     out = np.zeros((len(x), slices, width))
     for t in range(len(x)):
-        row, factor = vendor_fc1(x[t]) if is_vendor else (_input(x[t], gate_up, quant), 1.0)
+        row, factor = (
+            vendor_fc1(x[t]) if is_vendor else (_input(x[t], gate_up, quantize_input), 1.0)
+        )
         for expert, share in zip(ids[t], weights[t], strict=True):
             if expert < 0:
                 continue
             gate, up = w_in[expert] @ row * factor
-            hidden = np.array([swiglu(g, u, *act) for g, u in zip(gate, up, strict=True)])
-            hidden = vendor_fc2(hidden) if is_vendor else _input(hidden, down, quant)
+            hidden = np.array([activation(g, u, *swiglu) for g, u in zip(gate, up, strict=True)])
+            hidden = vendor_fc2(hidden) if is_vendor else _input(hidden, down, quantize_input)
             for s in range(slices):
                 part = slice(s * run, (s + 1) * run)
                 out[t, s] += share * (w_out[expert][:, part] @ hidden[part])
@@ -231,14 +242,16 @@ def _input(x: Any, weight: Any, quantize: bool) -> np.ndarray:
     return mxfp8_rows(x) if quantize and weight.scale is not None else x
 
 
-def moe_route(x: Any, router: Any, bias: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
+def moe_route(
+    x: Any, router: Any, bias: Any, experts_per_token: int
+) -> tuple[np.ndarray, np.ndarray]:
     """(ids ascending, weights that sum to 1)."""
     x, router = np.asarray(x).astype(np.float64), np.asarray(router, np.float64)
     all_ids, all_weights = [], []
     for row in x:
         score = [1 / (1 + math.exp(-np.dot(row, gate))) for gate in router]
         rank = [s + (0.0 if bias is None else float(bias[e])) for e, s in enumerate(score)]
-        ids = sorted(sorted(range(len(rank)), key=lambda e: (-rank[e], e))[:count])
+        ids = sorted(sorted(range(len(rank)), key=lambda e: (-rank[e], e))[:experts_per_token])
         all_ids.append(ids)
         all_weights.append([score[e] / sum(score[i] for i in ids) for e in ids])
     return np.array(all_ids), np.array(all_weights)
@@ -264,16 +277,21 @@ def rotate(head: np.ndarray, position: int, rotary_dim: int, theta: float) -> np
 
 def norm_rope(x: Any, weight: Any, position: Any, heads: Any) -> np.ndarray:
     """Norm, then rotation, of [T, heads, H]."""
-    normed = rms_norm(x, weight, heads.eps, heads.offset)
+    normed, position = rms_norm(x, weight, heads.eps, heads.offset), np.asarray(position)
     for t, h in np.ndindex(normed.shape[:2]):
         at = max(int(position[t]), 0)
         normed[t, h] = rotate(normed[t, h], at, heads.rotary_dim, heads.rope_theta)
     return normed
 
 
+def _host(q: Any, *ids: Any) -> tuple[np.ndarray, ...]:
+    """Queries in float64 and integer arrays, out of JAX: indexing a JAX array takes far longer."""
+    return np.asarray(q).astype(np.float64), *(np.asarray(array) for array in ids)
+
+
 def index_score(q: Any, keys: np.ndarray, page_table: Any, slot: Any, position: Any) -> np.ndarray:
     """keys [P, page, G] of one layer; -inf where a block holds no visible key."""
-    q, table = np.asarray(q).astype(np.float64), np.asarray(page_table)
+    q, table, slot, position = _host(q, page_table, slot, position)
     page = keys.shape[1]
     out = np.full((*q.shape[:2], table.shape[1]), -np.inf)
     for t, i in np.ndindex(q.shape[:2]):
@@ -286,7 +304,7 @@ def index_score(q: Any, keys: np.ndarray, page_table: Any, slot: Any, position: 
 def index_topk(
     scores: Any, position: Any, page: int, topk: int, init_blocks: int, local_blocks: int
 ) -> np.ndarray:
-    scores = np.asarray(scores).astype(np.float64)
+    scores, position = np.asarray(scores).astype(np.float64), np.asarray(position)
     out = np.full((*scores.shape[:2], topk), -1)
     for t, i in np.ndindex(scores.shape[:2]):
         visible = min(int(position[t]) // page + 1, scores.shape[2])
@@ -312,15 +330,14 @@ def attention(
     block_table: Any = None,
 ) -> np.ndarray:
     """keys and values [P, K, page, H] of one layer; every block where no table is given."""
-    q, table = np.asarray(q).astype(np.float64), np.asarray(page_table)
+    q, table, slot, position = _host(q, page_table, slot, position)
+    chosen = None if block_table is None else np.asarray(block_table)
     kv_heads, page = keys.shape[1:3]
     out = np.zeros(q.shape)
     for t, h in np.ndindex(q.shape[:2]):
         g = h * kv_heads // q.shape[1]
         tokens = [
-            n
-            for n in range(int(position[t]) + 1)
-            if block_table is None or n // page in np.asarray(block_table)[t, g]
+            n for n in range(int(position[t]) + 1) if chosen is None or n // page in chosen[t, g]
         ]
         if not tokens:
             continue

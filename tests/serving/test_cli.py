@@ -150,6 +150,8 @@ def test_help_is_quick_because_jax_is_not_imported():
         ("checkpoint", "make", "--drafter-for", "y", "--format", "nvfp4"),
         ("bench", "step"),
         ("bench", "step", "x", "--preset", "tiny"),
+        ("bench", "ops", "no_such_op"),
+        ("bench", "ops", "mlp", "--kind", "cuda"),
         ("doctor", "--op", "no_such_op"),
     ],
     ids=" ".join,
@@ -182,7 +184,7 @@ def test_a_failure_is_one_line_and_exits_with_1(args, message, cache):
 
 
 def test_an_unknown_variable_is_a_failure(cache, monkeypatch):
-    monkeypatch.setenv("M31JAX_DISABEL_MLP", "1")
+    monkeypatch.setenv("M31JAX_" + "DISABEL_MLP", "1")
     result = run("explain", "tiny")
     assert result.exit_code == 1
     assert "M31JAX_DISABLE_MLP" in result.stderr
@@ -466,3 +468,16 @@ def test_doctor_fails_where_an_op_disagrees(monkeypatch):
     assert not row["ok"]
     assert "ulp" in row["problem"]
     assert result.stderr.endswith("error: 1 of 1 cells disagree\n")
+
+
+def test_bench_ops_rows(monkeypatch, tmp_path):
+    from m31jax.ops import rms_norm
+
+    monkeypatch.setattr(rms_norm, "CELLS", rms_norm.CELLS[:1])
+    args = ["bench", "ops", "rms_norm", "--rounds", "2", "--json", "--output"]
+    (row,) = answer(run(*args, str(tmp_path / "rows.json")))["rows"]
+    assert (row["op"], row["ok"]) == ("rms_norm", True)
+    assert row["ratio_to_floor"] > 0
+    assert row["command"].startswith("m31jax")
+    assert {"device", "versions", "commit"} <= row.keys()
+    assert json.loads((tmp_path / "rows.json").read_text("utf-8")) == [row]
