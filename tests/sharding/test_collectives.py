@@ -118,7 +118,7 @@ def test_argmax_sharded(tp):
     index, value = on_ranks(
         functools.partial(collectives.argmax_sharded, axis_name=mesh.TP), tp, own
     )
-    want = [[i for i in range(64) if row[i] == row.max()][0] for row in logits]
+    want = [next(i for i in range(64) if row[i] == row.max()) for row in logits]
     for rank in range(tp):
         assert index[rank].tolist() == want
         np.testing.assert_array_equal(value[rank], logits.max(axis=1))
