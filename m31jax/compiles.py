@@ -11,8 +11,8 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 class CompileCounter:
     """Counts every XLA compilation of this process from its creation on.
 
-    It listens to the events that JAX records, so that a compile this project did not ask for (an eager
-    operation on a new shape, say) counts as well.
+    It listens to the events that JAX records, so that a compile this project did not ask for (an
+    eager operation on a new shape, say) counts as well.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class CompileCounter:
         self._names: list[str] = []
         monitoring.register_event_duration_secs_listener(self._record)
 
-    def _record(self, event: str, duration_s: float, **fields: Any) -> None:
+    def _record(self, event: str, duration_secs: float, **fields: Any) -> None:
         if event == _EVENT:
             with self._lock:
                 self._names.append(str(fields.get("fun_name", "unnamed")))

@@ -1,4 +1,4 @@
-"""Engine: parameters, state and compiled steps of one model; load, generate, score, and the pure steps."""
+"""Engine: one model's parameters, state and compiled steps. Load, generate, score, pure steps."""
 
 import dataclasses
 import sys
@@ -26,7 +26,7 @@ from .model.decoder import Decoder
 from .model.state import DecodeState
 from .ops.op import ROW_TILE
 from .request import Completion, Request, SamplingParams, TokenLogprob, Usage
-from .runner import SUPPORTED, Delivery, Runner, Timing, prefill_buckets, slot_sampling
+from .runner import DRAWING, SUPPORTED, Delivery, Runner, Timing, prefill_buckets, slot_sampling
 from .sampling import Drawn
 from .scheduler import Scheduler
 from .steps import Prefix, Steps, page_buckets
@@ -63,7 +63,7 @@ class Engine:
         self.steps = Steps(graph, specs, mesh, memory.spec)
         spec = memory.spec
         self.scheduler = Scheduler(
-            spec.slots, spec.num_pages, config.page_size, spec.max_seq_len, prefill_chunk
+            spec.slots, spec.num_pages, config.page_size, memory.max_seq_len, prefill_chunk
         )
         rows = -(-spec.slots // ROW_TILE) * ROW_TILE
         decode_rows = sorted({r for r in target.row_buckets if r < rows} | {rows})
@@ -206,10 +206,13 @@ class Engine:
         if len(requests) != 1:
             raise RequestError(f"n={len(requests)} samples cannot be streamed as one; use n=1")
         self._add_all(requests)
-        return self._stream(requests[0])
+        pieces = self._stream(requests[0])
+        next(pieces)  # enters its `try`: closed before the first piece, it still ends the request
+        return pieces
 
     def _stream(self, request: Request) -> Iterator[Step]:
         try:
+            yield Step((), "")
             while True:
                 for delivery in self._inbox[request.request_id]:
                     yield delivery.progress.step
@@ -259,12 +262,13 @@ class Engine:
             raise RequestError(f"{len(params)} params for {len(prompts)} prompts; pass one of each")
         requests = []
         for prompt, one in zip(prompts, params, strict=True):
-            ids = tuple(self.encode(prompt))
+            ids = self.encode(prompt)
             for sample in range(one.n):
-                request = Request(uuid.uuid4().hex, ids, one, sample)
+                name = uuid.uuid4().hex
+                request = Request(name, ids, one, sample)  # pyright: ignore[reportArgumentType]
                 request.validate_for(
                     self.config,
-                    self.memory.spec.max_seq_len,
+                    self.memory.max_seq_len,
                     self.tokenizer is not None,
                     SUPPORTED,
                 )
@@ -285,15 +289,15 @@ class Engine:
     # Whole passes
 
     def score(self, ids: Sequence[int]) -> np.ndarray:
-        """Target logits at every position, float32 [T, V]; no sampling, no request's cache touched."""
+        """Target logits at every position, float32 [T, V]. No sampling; no request is touched."""
         return observe.score(self, ids)
 
     def trace(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
         """One forward pass, layer by layer, as numpy arrays.
 
         Returns:
-          hidden [L+1, T, D]; attn_out, mlp_out [L, T, D]; block_table int32 [Ls, I, T, U], ascending,
-          then -1; router_ids, router_weights [Lm, T, X]; logits [T, V].
+          hidden [L+1, T, D]; attn_out, mlp_out [L, T, D]; block_table int32 [Ls, I, T, U],
+          ascending, then -1; router_ids, router_weights [Lm, T, X]; logits [T, V].
         """
         return observe.trace(self, ids)
 
@@ -328,8 +332,9 @@ class Engine:
         needed = 1 + spec.slots * spec.pages_per_slot
         if spec.num_pages < needed:
             raise TargetError(
-                f"{spec.slots} slots of {spec.max_seq_len} tokens need num_pages={needed}, the pool "
-                f"has {spec.num_pages}; load with a smaller max_seq_len or max_slots, or use generate"
+                f"{spec.slots} slots of {spec.max_seq_len} tokens need num_pages={needed}, the "
+                f"pool has {spec.num_pages}; load with a smaller max_seq_len or max_slots, or use "
+                "generate"
             )
         state = self.steps.init_state()
         table = np.arange(1, needed, dtype=np.int32).reshape(spec.slots, spec.pages_per_slot)
@@ -347,9 +352,21 @@ class Engine:
         """Run a whole prompt in one slot; (state, the first token, int32 scalar).
 
         `sampling` None is greedy. The prompt is cut into chunks and padded to buckets inside.
+
+        Raises:
+          RequestError: a bad prompt or slot, or a sampling field beside those that choose a token
+            (`max_tokens` is passed over: the caller's loop decides where to end).
         """
-        request = Request("prefill", tuple(ids), sampling or SamplingParams(temperature=0.0))
-        request.validate_for(self.config, self.memory.spec.max_seq_len, True, SUPPORTED)
+        asked = sampling or SamplingParams(temperature=0.0)
+        unused = sorted(set(asked.non_default_fields()) - DRAWING - {"max_tokens"})
+        if unused:
+            raise RequestError(
+                f"{', '.join(unused)}: prefill and step only draw tokens; leave it out and apply "
+                "it in your own loop, or use generate"
+            )
+        asked = dataclasses.replace(asked, max_tokens=1)
+        request = Request("prefill", ids, asked)  # pyright: ignore[reportArgumentType]
+        request.validate_for(self.config, self.memory.max_seq_len, True, SUPPORTED)
         slot = self._slot(slot)
         row = state.page_table[slot]
         state = self.steps.admit(state, np.int32(slot), row, slot_sampling(request.params))
@@ -381,7 +398,7 @@ class Engine:
 
         Args:
           context: no slot is longer than this many tokens; None: the longest possible.
-          is_greedy: every active slot is greedy, so a smaller step will do. The tokens are the same.
+          is_greedy: every active slot is greedy, so a smaller step gives the same tokens.
         """
         spec = self.memory.spec
         rows = -(-spec.slots // ROW_TILE) * ROW_TILE
@@ -415,41 +432,12 @@ class Engine:
         return slot
 
 
-def explain(
-    config: ModelConfig, target: Target, numerics: Numerics, memory: MemoryPlan
-) -> dict[str, Any]:
-    """What an engine of these parts would run and hold; needs no weights."""
-    return {
-        **target.explain(),
-        "model": {
-            "is_m31": config.is_m31,
-            "layers": config.num_layers,
-            "experts": config.num_experts,
-            "quantization": dataclasses.asdict(config.quantization),
-        },
-        "numerics": numerics.describe(),
-        "page_buckets": list(page_buckets(memory.spec.pages_per_slot)),
-        "memory": memory.describe(),
-    }
-
-
 def device_mesh(tp: int) -> Mesh:
     """The first `tp` devices; TargetError if there are fewer."""
     try:
         return meshes.make_mesh(tp, jax.devices())
     except ValueError as error:
         raise TargetError(str(error)) from error
-
-
-def _refuse_drafter(path: Path, drafter: str | Path | None, draft_tokens: int | None) -> None:
-    found = drafter == "auto" and (path / "dspark").is_dir()
-    if found or drafter not in (None, "auto", "none"):
-        raise TargetError(
-            f"drafter={drafter!r}: this build does not speculate yet; load with drafter=None "
-            "(--drafter none)"
-        )
-    if draft_tokens:
-        raise TargetError(f"draft_tokens={draft_tokens} needs a drafter; leave it out")
 
 
 def _completion(request: Request, parts: list[Delivery]) -> Completion:

@@ -16,9 +16,13 @@ _CPU_LIMIT_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes per rank: of the parameters, of the cache pool, and what the pool may take."""
+    """Bytes per rank: of the parameters, of the cache pool, and what the pool may take.
+
+    `max_seq_len` is what a slot serves; its whole pages may hold a few tokens more.
+    """
 
     spec: StateSpec
+    max_seq_len: int
     params_bytes: int
     page_bytes: int
     cache_bytes: int
@@ -36,7 +40,7 @@ class MemoryPlan:
             "num_pages": spec.num_pages,
             "pages_per_slot": spec.pages_per_slot,
             "max_slots": spec.slots,
-            "max_seq_len": spec.max_seq_len,
+            "max_seq_len": self.max_seq_len,
             "lanes": {
                 name: {"shape": list(lane.shape), "dtype": str(lane.dtype)}
                 for name, lane in lane_shapes(spec).items()
@@ -70,7 +74,7 @@ def plan_memory(
       num_pages: pages of the pool, the guard included; None: enough for all slots, or what fits.
       budget_bytes: bytes per rank that the pool may take; None: the target's.
     Raises:
-      TargetError: one slot of `max_seq_len` does not fit; names the longest that would.
+      TargetError: `num_pages`, or one slot of `max_seq_len`, does not fit; names what would.
     """
     if slots < 1:
         raise TargetError(f"max_slots={slots} is below 1; use 1 or more")
@@ -79,6 +83,11 @@ def plan_memory(
     empty = StateSpec(config, target.tp, numerics.kv_format, numerics.index_format, slots, 0, 0)
     each = page_bytes(empty)
     fitting = budget // each if num_pages is None else num_pages
+    if fitting * each > budget:
+        raise TargetError(
+            f"num_pages={fitting} of {each} bytes a rank take {fitting * each} bytes, the budget "
+            f"is {budget}; pass num_pages={budget // each} or less"
+        )
     longest = (fitting - 1) * page
     if longest < page:
         raise TargetError(
@@ -109,4 +118,4 @@ def plan_memory(
         columns,
     )
     params = plan(config, target.tp, numerics.dtype).bytes_per_rank
-    return MemoryPlan(spec, params, each, each * num_pages, budget)
+    return MemoryPlan(spec, wanted, params, each, each * num_pages, budget)

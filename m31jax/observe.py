@@ -1,7 +1,7 @@
 """Whole forward passes over one prompt: logits at every position, or everything a layer did.
 
-They run the same rows through the same body as prefill, in a scratch state of one slot, so what they show is
-what serving computes, cache formats included.
+They run the same rows through the same body as prefill, in a scratch state of one slot, so what
+they show is what serving computes, cache formats included.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,8 @@ def trace(engine: "Engine", ids: Sequence[int]) -> dict[str, np.ndarray]:
     config = engine.config
     pieces: dict[str, list[np.ndarray]] = {}
     for out, count in _run(engine, ids, is_traced=True):
-        assert out.layers is not None and out.embedded is not None
+        assert out.layers is not None
+        assert out.embedded is not None
         moe = [layer.routes for layer in out.layers if layer.routes is not None]
         tables = [layer.block_table for layer in out.layers if layer.block_table is not None]
         chunk: dict[str, list[Any]] = {
@@ -80,9 +81,12 @@ def _run(
 ) -> Iterator[tuple[Observed, int]]:
     """Feed a prompt through a scratch state; (what came out, live rows) of each chunk."""
     limit = engine.config.max_position_embeddings
-    request = Request("observe", tuple(ids), SamplingParams(max_tokens=1, temperature=0.0))
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    request = Request("observe", ids, params)  # pyright: ignore[reportArgumentType]
     if len(request.prompt_ids) > limit:
-        raise RequestError(f"{len(request.prompt_ids)} ids, the model takes at most {limit}")
+        raise RequestError(
+            f"{len(request.prompt_ids)} ids, the model takes at most {limit}; shorten the prompt"
+        )
     request.validate_for(engine.config, limit + 1, True, frozenset({"temperature"}))
     steps = _scratch(engine, len(request.prompt_ids))
     state = steps.init_state()

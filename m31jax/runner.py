@@ -1,7 +1,7 @@
 """Drives the scheduler's work through the compiled steps: one call of `step`, one piece of work.
 
-It owns the device state. No threads and no I/O: `Engine.generate` calls it in place, and a server from its
-loop.
+It owns the device state. No threads and no I/O: `Engine.generate` calls it in place, and a server
+from its loop.
 """
 
 import hashlib
@@ -21,7 +21,10 @@ from .sampling import Drawn
 from .scheduler import Decode, Prefill, Progress, Scheduler, Work
 from .steps import Steps, page_buckets
 
-SUPPORTED = frozenset({"temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "n"})
+DRAWING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+"""Sampling fields that choose a token."""
+
+SUPPORTED = DRAWING | {"logprobs", "n"}
 """Sampling fields that the steps honour, beside those of the finish rule."""
 
 
@@ -47,7 +50,7 @@ class Timing:
 
 
 def stream_seed(params: SamplingParams, sample_index: int) -> np.ndarray:
-    """uint32 [2] that starts the random stream of one sample; drawn by the machine without a seed."""
+    """uint32 [2] that starts one sample's random stream; without a seed the machine draws it."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
     mixed = hashlib.blake2b(struct.pack("<qI", seed, sample_index), digest_size=8).digest()
     return np.frombuffer(mixed, np.uint32)
@@ -178,10 +181,15 @@ class Runner:
         return next(width for width in self._pages if width >= needed)
 
     def warm_up(self) -> int:
-        """Compile every variant by running it on no live row; returns how many ran. Changes no slot.
+        """Compile every variant by running it on no live row; returns how many ran.
 
-        Call it while no request runs.
+        Changes no slot.
+
+        Raises:
+          RuntimeError: a request runs; slot 0 may be its own.
         """
+        if self.scheduler.num_running:
+            raise RuntimeError(f"{self.scheduler.num_running} requests run; warm up before them")
         ran = 0
         scalar = np.int32(0)
         one = slot_sampling(SamplingParams(seed=0))
@@ -242,7 +250,7 @@ def _logprobs(
             strict=True,
         )
         top = tuple(listed)
-        if wanted and token not in {entry for entry, _ in top}:
+        if token not in {entry for entry, _ in top}:
             top = (*top, (token, chosen))
         out.append(TokenLogprob(token, chosen, top))
     return out

@@ -1,8 +1,9 @@
 """Next token from logits: greedy, or drawn with filters and a counter-based random stream.
 
-Noise is a function of (request seed, output position, purpose, token id) and of nothing else: not of the
-slot, the step, the batch or the shard. A token is the arg-max of filtered log-probability plus Gumbel noise,
-so a drafter that uses the same noise draws the same token from the same distribution.
+Noise is a function of (request seed, output position, purpose, token id) and of nothing else: not
+of the slot, the step, the batch or the shard. A token is the arg-max of filtered log-probability
+plus Gumbel noise, so a drafter that uses the same noise draws the same token from the same
+distribution.
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from .ops.op import map_tiles
 from .request import GREEDY_TEMPERATURE, MAX_LOGPROBS
 
 MASS_ONE = 2.0**31
-"""Top-p adds probabilities as integers of 2^-31, so their sum does not depend on the order of addition."""
+"""Top-p adds probabilities as integers of 2^-31, so their sum does not depend on the order."""
 
 PURPOSE_TOKEN = 0
 """Random stream of the emitted token; other purposes get other numbers."""
@@ -42,9 +43,9 @@ def keep_mask(
 ) -> Bool[Array, "T V"]:
     """Which tokens the filters leave, for logits that are already divided by the temperature.
 
-    Order: min-p, top-k, then top-p on what those left, renormalised. Sorted by (probability descending, id
-    ascending), token i stays iff it is among the first `top_k` and the mass strictly before it is below
-    `top_p`; the first always stays. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    Order: min-p, top-k, then top-p on what those left, renormalised. Sorted by (probability
+    descending, id ascending), token i stays iff it is among the first `top_k` and the mass strictly
+    before it is below `top_p`; the first always stays. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
     """
     width = logits.shape[-1]
     order = jnp.argsort(-logits, axis=-1, stable=True)

@@ -1,7 +1,7 @@
 """The jitted steps: pure functions of (params, state, rows), under `shard_map`, state donated.
 
-Each function is compiled once per bucket: row count, page-table columns, and whether all rows are greedy.
-Below `shard_map` the model sees one shard.
+Each function is compiled once per bucket: row count, page-table columns, and whether all rows are
+greedy. Below `shard_map` the model sees one shard.
 """
 
 import functools
@@ -20,6 +20,7 @@ from sharding import collectives
 from sharding.mesh import TP
 
 from . import sampling
+from .errors import TargetError
 from .model import state as states
 from .model.attention import Rows
 from .model.decoder import Decoder, LayerTrace
@@ -32,8 +33,8 @@ FIRST_PAGE_BUCKET = 8
 def page_buckets(pages_per_slot: int) -> tuple[int, ...]:
     """Page-table widths to compile: 8, 32, 128, ... up to all columns.
 
-    The width follows the longest live context, never the configured maximum, so a short request costs the
-    same on a server that allows a million tokens.
+    The width follows the longest live context, never the configured maximum, so a short request
+    costs the same on a server that allows a million tokens.
     """
     widths = [FIRST_PAGE_BUCKET]
     while widths[-1] < pages_per_slot:
@@ -117,10 +118,10 @@ class Steps:
 
     @functools.cached_property
     def prefill(self) -> Callable[..., tuple[DecodeState, Drawn]]:
-        """(params, state, slot, ids [C], start, count, is_last, *, pages) -> (state, drawn of 1 row).
+        """(params, state, slot, ids [C], start, count, is_last, *, pages) -> (state, 1 drawn row).
 
-        Appends `count` prompt tokens at positions start.. of `slot`. The token drawn from the last of
-        them becomes the slot's next token, and the slot active, if `is_last`.
+        Appends `count` prompt tokens at positions start.. of `slot`. The token drawn from the last
+        of them becomes the slot's next token, and the slot active, if `is_last`.
         """
 
         def local(
@@ -156,9 +157,10 @@ class Steps:
 
     @functools.cached_property
     def observe(self) -> Callable[..., tuple[DecodeState, Observed]]:
-        """(params, state, rows, *, pages, is_traced) -> (state with the rows in its lanes, observed).
+        """(params, state, rows, *, pages, is_traced) -> (state with the rows in it, observed).
 
-        The same forward pass as every other step, for any rows, with their logits instead of tokens.
+        The same forward pass as every other step, for any rows, with their logits instead of
+        tokens.
         """
 
         def local(params: Any, state: DecodeState, rows: Rows, *, pages: int, is_traced: bool):
@@ -175,7 +177,7 @@ class Steps:
 
     @functools.cached_property
     def admit(self) -> Callable[..., DecodeState]:
-        """(state, slot, page_row [J], sampling of one slot) -> state with the slot empty and claimed."""
+        """(state, slot, page_row [J], the slot's sampling) -> state with it empty and claimed."""
 
         def admit(state: DecodeState, slot: Array, row: Array, one: SlotSampling) -> DecodeState:
             return replace(
@@ -191,7 +193,7 @@ class Steps:
 
     @functools.cached_property
     def free(self) -> Callable[..., DecodeState]:
-        """(state, slot) -> state with the slot inactive and empty; its page row stays until `admit`."""
+        """(state, slot) -> state with the slot inactive and empty; its page row stays."""
 
         def free(state: DecodeState, slot: Array) -> DecodeState:
             return replace(
@@ -204,7 +206,7 @@ class Steps:
 
     @functools.cached_property
     def extract(self) -> Callable[..., Prefix]:
-        """(state, slot, *, pages) -> Prefix of the slot's first `pages` pages; state is not donated."""
+        """(state, slot, *, pages) -> Prefix of the slot's first `pages` pages. Donates nothing."""
 
         def extract(state: DecodeState, slot: Array, *, pages: int) -> Prefix:
             at = state.page_table[slot, :pages]
@@ -223,6 +225,7 @@ class Steps:
         """(state, prefix, slot) -> state; copies the prefix's pages into those the slot owns."""
 
         def insert(state: DecodeState, prefix: Prefix, slot: Array) -> DecodeState:
+            _check_prefix(prefix, self.spec)
             count = next(iter(prefix.lanes.values())).shape[1]
             at = state.page_table[slot, :count]
             at = jnp.where(at == states.GUARD_PAGE, self.spec.num_pages, at)  # dropped
@@ -264,6 +267,29 @@ class Steps:
             )(*args)
 
         return jax.jit(step, static_argnames=static, donate_argnums=1)
+
+
+def _check_prefix(prefix: Prefix, spec: StateSpec) -> None:
+    """TargetError unless the prefix has every lane of this state, each as this state stores it."""
+    pages = {lane.shape[1] for lane in prefix.lanes.values()}
+    wanted = {
+        name: (shape[0], *shape[2:], str(dtype))
+        for name, (shape, dtype, _) in states.lane_shapes(spec).items()
+    }
+    found = {
+        name: (lane.shape[0], *lane.shape[2:], str(lane.dtype))
+        for name, lane in prefix.lanes.items()
+    }
+    if found != wanted:
+        raise TargetError(
+            f"the prefix has lanes {found}, this engine stores {wanted} (layers, one page, dtype); "
+            "insert what extract gave on an engine of the same model, formats and tp"
+        )
+    if len(pages) != 1 or max(pages) > spec.pages_per_slot:
+        raise TargetError(
+            f"the prefix has {sorted(pages)} pages, a slot of this engine has at most "
+            f"{spec.pages_per_slot}; load with a larger max_seq_len, or extract fewer"
+        )
 
 
 def _whole(trace: LayerTrace) -> LayerTrace:

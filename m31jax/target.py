@@ -1,7 +1,7 @@
 """What the machine is: architecture, tensor-parallel width, one implementation per op, buckets.
 
-Chosen once, before anything is traced, from facts fixed for the engine's life. Nothing below this module
-reads the environment or asks which platform it runs on.
+Chosen once, before anything is traced, from facts fixed for the engine's life. Nothing below this
+module reads the environment or asks which platform it runs on.
 """
 
 import importlib
@@ -9,7 +9,7 @@ import math
 import os
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -40,6 +40,8 @@ class TargetData:
       dtype: of activations and unquantised weights, unless the caller names another.
       row_buckets: decode row counts to compile. prefill_chunk: rows of a prefill step.
       is_exact: whether a request's tokens do not depend on neighbours, chunking or row counts.
+      pins: requirements (`name==version`) that its kernels were built and measured with.
+      objects: op -> prebuilt kernel objects that its implementation here launches.
     """
 
     arch: str
@@ -50,6 +52,8 @@ class TargetData:
     row_buckets: tuple[int, ...]
     prefill_chunk: int
     is_exact: bool
+    pins: tuple[str, ...] = ()
+    objects: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,8 @@ class Numerics:
     Attributes:
       dtype: of activations and unquantised weights.
       kv_format, index_format: of the cache lanes.
-      quantize_activations: the vendor rule for the inputs of quantised products; with a quantised cache
-        also queries in E4M3.
+      quantize_activations: the vendor rule for the inputs of quantised products; with a quantised
+        cache also queries in E4M3.
     """
 
     dtype: Any
@@ -100,8 +104,8 @@ class Numerics:
         ):
             if fmt is KVFormat.NVFP4 and width % 16:
                 raise TargetError(
-                    f"{name}=nvfp4 needs heads of a multiple of 16 channels, this model has {width}; "
-                    "use fp8 or bf16"
+                    f"{name}=nvfp4 needs heads of a multiple of 16 channels, this model has "
+                    f"{width}; use fp8 or bf16"
                 )
         return numerics
 
@@ -128,6 +132,8 @@ class Target:
     row_buckets: tuple[int, ...]
     prefill_chunk: int
     is_exact: bool
+    pins: tuple[str, ...]
+    objects: tuple[str, ...]
     settings: switches.Settings
 
     def slices(self, *widths: int) -> int:
@@ -151,8 +157,8 @@ class Target:
         """Choose the target of this machine, or check the one named.
 
         Raises:
-          TargetError: an unknown name or switch, a width the target is not for, or a GPU target on a
-            machine without that GPU. There is no fall-back from one target to another.
+          TargetError: an unknown name or switch, a width the target is not for, or a GPU target on
+            a machine without that GPU. There is no fall-back from one target to another.
         """
         settings = switches.read(os.environ if environ is None else environ, STEMS)
         name = name or settings.target or default_name()
@@ -168,7 +174,7 @@ class Target:
 
     @classmethod
     def _build(cls, name: str, data: TargetData, tp: int, settings: switches.Settings) -> "Target":
-        unknown = sorted(set(data.impls) - set(STEMS))
+        unknown = sorted({*data.impls, *data.objects} - set(STEMS))
         if unknown:
             raise TargetError(f"target {name} names no op of m31jax: {', '.join(unknown)}")
         chosen: dict[str, Impl] = {}
@@ -195,11 +201,18 @@ class Target:
             row_buckets=data.row_buckets,
             prefill_chunk=data.prefill_chunk,
             is_exact=data.is_exact,
+            pins=data.pins,
+            objects=tuple(
+                name
+                for op, names in data.objects.items()
+                if chosen[op] == data.impls.get(op)
+                for name in names
+            ),
             settings=settings,
         )
 
     def explain(self) -> dict[str, Any]:
-        """Every op's implementation and why, every switch and where its state came from."""
+        """Every op's implementation and why, every switch and its origin, pins and objects."""
         return {
             "target": self.name,
             "arch": self.arch,
@@ -214,6 +227,8 @@ class Target:
                 state.name: {"on": state.is_on, "source": state.source}
                 for state in self.settings.states
             },
+            "pins": list(self.pins),
+            "kernel_objects": list(self.objects),
         }
 
 

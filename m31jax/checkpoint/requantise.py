@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from .. import mxfp8, nvfp4, weights
@@ -18,9 +19,11 @@ from .make import counted, progress_bar, released_sources, with_format
 from .reader import Checkpoint, raise_problems
 from .writer import SHARD_BYTES, Spec, fresh_directory, write_json, write_sharded
 
-# One compilation a shape; operation by operation takes many times as long.
+# Operation by operation takes many times as long. Experts have two shapes; projections have many,
+# and are quantised in runs of one shape, because a compilation takes longer than a small matrix.
 _mxfp8 = jax.jit(mxfp8.quantize)
 _nvfp4 = jax.jit(nvfp4.quantize_weight)
+_RUN_GROUPS = 8192
 
 
 def requantise(
@@ -150,8 +153,18 @@ class _Quantiser:
         return tensor
 
     def _mxfp8(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        data, scale = _mxfp8(self._read(module + ".weight"))
-        return np.asarray(data), np.asarray(scale)
+        weight = self._read(module + ".weight")
+        groups = weight.reshape(-1, mxfp8.GROUP)
+        data = np.empty(groups.shape, ml_dtypes.float8_e4m3fn)
+        scale = np.empty((len(groups), 1), np.uint8)
+        run = np.zeros((_RUN_GROUPS, mxfp8.GROUP), groups.dtype)
+        for start in range(0, len(groups), _RUN_GROUPS):
+            end = min(start + _RUN_GROUPS, len(groups))
+            run[: end - start] = groups[start:end]
+            run_data, run_scale = _mxfp8(run)
+            data[start:end] = np.asarray(run_data)[: end - start]
+            scale[start:end] = np.asarray(run_scale)[: end - start]
+        return data.reshape(weight.shape), scale.reshape(*weight.shape[:-1], -1)
 
     def _nvfp4(self, expert: str, leaves: tuple[str, ...]) -> dict[str, dict[str, np.ndarray]]:
         """Parts of matrices that share a global scale, by matrix and tensor suffix."""

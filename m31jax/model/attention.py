@@ -21,7 +21,7 @@ from .state import pool, with_pool
 
 
 class Rows(NamedTuple):
-    """What one step computes: T rows, each a (slot, position) pair; rows of one request are neighbours.
+    """What a step computes: T rows, each a (slot, position) pair; a request's rows are neighbours.
 
     Decode is one row a slot, verify 1 + K, prefill a chunk. Position -1 marks padding, with slot 0.
     """
@@ -71,7 +71,8 @@ class Attention(nnx.Module):
 
     Args:
       scope: parameters of `self_attn`.
-      layer: of the K and V lanes. index_layer: of the index lane, None in a layer of full attention.
+      layer: of the K and V lanes.
+      index_layer: of the index lane, None in a layer of full attention.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Attention(nnx.Module):
         """Attend with T normalised rows.
 
         Returns:
-          (partial sums [T S D] of o_proj, the lanes with these rows appended, the block table [T I U] or
-          None in a layer of full attention).
+          (partial sums [T S D] of o_proj, the lanes with these rows appended, the block table
+          [T I U] or None in a layer of full attention).
         """
         indexer = self.indexer
         norms = NormWeights(
@@ -159,7 +160,8 @@ class Attention(nnx.Module):
         if indexer is None:
             table = None
         else:
-            assert self.index_layer is not None and done.index_pool is not None
+            assert self.index_layer is not None
+            assert done.index_pool is not None
             lanes = with_pool(lanes, "index_k", done.index_pool)
             assert done.index_q is not None
             table = indexer.select(done.index_q, lanes, page_table, rows, self.index_layer)

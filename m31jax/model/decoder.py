@@ -1,6 +1,7 @@
 """The decoder, for one shard: embeds rows, runs the layers, gives logits. Start reading here.
 
-Below `shard_map` every shape is per shard. The cache enters as `lanes` and leaves with the rows appended.
+Below `shard_map` every shape is per shard. The cache enters as `lanes` and leaves with the rows
+appended.
 """
 
 from collections.abc import Mapping
@@ -130,8 +131,8 @@ class Decoder(nnx.Module):
         """Run T rows through all layers.
 
         Returns:
-          (residual stream before the final norm, lanes with the rows appended, what each layer did; the
-          parts of it that nobody reads cost nothing).
+          (residual stream before the final norm, lanes with the rows appended, what each layer did;
+          the parts of it that nobody reads cost nothing).
         """
         is_real = rows.position >= 0
         h = self.embed(jnp.where(is_real, rows.token, 0))

@@ -16,7 +16,7 @@ from .params import Linear, Scope, value
 
 
 class FeedForward(NamedTuple):
-    """Partial sums [T S D] of the down projections; the routes of the rows, None without experts."""
+    """Partial sums [T S D] of the down projections, and the rows' routes, None without experts."""
 
     parts: Float32[Array, "T S D"]
     routes: Routes | None
@@ -48,7 +48,8 @@ class MLP(nnx.Module):
         """Partial sums for T rows; padding rows are computed like any other.
 
         Args:
-          slices: to cut the intermediate axis into, where another product's parts are added to these.
+          slices: to cut the intermediate axis into, where another product's parts are added to
+            these.
         """
         parts = mlp(
             x,

@@ -11,8 +11,8 @@ from ..ops.weight import Weight
 class Scope:
     """A view of the parameter table (dot path -> array) below one prefix.
 
-    Shapes and dtypes are decided once, in `weights.MANIFEST`; a module names what it needs and never
-    repeats a shape. The leaves may be arrays or `jax.ShapeDtypeStruct`s.
+    Shapes and dtypes are decided once, in `weights.MANIFEST`; a module names what it needs and
+    never repeats a shape. The leaves may be arrays or `jax.ShapeDtypeStruct`s.
     """
 
     def __init__(self, leaves: Mapping[str, Any], prefix: str = "") -> None:

@@ -1,12 +1,12 @@
 """What a request leaves behind between steps: cache lanes, page table, lengths.
 
-`LANES` is the one list of per-token state. Allocation, byte accounting, extract, insert and reset all walk
-it, so a lane that is added here cannot be forgotten by a mover.
+`LANES` is the one list of per-token state. Allocation, byte accounting, extract, insert and reset
+all walk it, so a lane that is added here cannot be forgotten by a mover.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -159,16 +159,19 @@ def abstract(spec: StateSpec) -> tuple[DecodeState, DecodeState]:
     counts = {"seed": (jnp.uint32, (spec.slots, 2)), "top_k": (jnp.int32, slots)}
     counts["count"] = (jnp.int32, slots)
 
-    def sampling(name: str) -> jax.ShapeDtypeStruct:
-        dtype, shape = counts.get(name, (jnp.float32, slots))
+    def leaf(shape: tuple[int, ...], dtype: Any) -> Any:  # stands where the state has an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    def sampling(name: str) -> Any:
+        dtype, shape = counts.get(name, (jnp.float32, slots))
+        return leaf(shape, dtype)
+
     shapes = DecodeState(
-        lanes={name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in pools.items()},
-        page_table=jax.ShapeDtypeStruct((spec.slots, spec.pages_per_slot), jnp.int32),
-        lengths=jax.ShapeDtypeStruct(slots, jnp.int32),
-        next_token=jax.ShapeDtypeStruct(slots, jnp.int32),
-        is_active=jax.ShapeDtypeStruct(slots, jnp.bool_),
+        lanes={name: leaf(p.shape, p.dtype) for name, p in pools.items()},
+        page_table=leaf((spec.slots, spec.pages_per_slot), jnp.int32),
+        lengths=leaf(slots, jnp.int32),
+        next_token=leaf(slots, jnp.int32),
+        is_active=leaf(slots, jnp.bool_),
         sampling=SlotSampling(*(sampling(name) for name in SlotSampling._fields)),
     )
     specs = jax.tree.map(lambda _: PartitionSpec(), shapes)

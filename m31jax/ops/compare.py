@@ -5,11 +5,15 @@ import numpy as np
 from jax import Array
 
 
-def assert_equal(out: Array, ref: Array, what: str) -> None:
+def _assert_alike(out: Array | np.ndarray, ref: Array | np.ndarray, what: str) -> None:
+    if out.shape != ref.shape or out.dtype != ref.dtype:
+        raise AssertionError(f"{what}: {out.dtype}{out.shape}, expected {ref.dtype}{ref.shape}")
+
+
+def assert_equal(out: Array | np.ndarray, ref: Array | np.ndarray, what: str) -> None:
     """Every entry the same; for ids, tables and moved bytes."""
+    _assert_alike(out, ref, what)
     got, want = np.asarray(out), np.asarray(ref)
-    if got.shape != want.shape:
-        raise AssertionError(f"{what}: shape {got.shape}, expected {want.shape}")
     if got.dtype.itemsize == 1:
         got, want = got.view(np.uint8), want.view(np.uint8)
     differ = got != want
@@ -21,14 +25,13 @@ def assert_equal(out: Array, ref: Array, what: str) -> None:
         )
 
 
-def assert_ulp(out: Array, ref: Array, ulps: float, what: str) -> None:
+def assert_ulp(out: Array | np.ndarray, ref: Array | np.ndarray, ulps: float, what: str) -> None:
     """Each entry within `ulps` units in the last place of its row's largest magnitude.
 
     The row is the last axis. A sum of products has errors that follow the size of its terms, not of
     its result, so the row's scale is the honest unit.
     """
-    if out.shape != ref.shape or out.dtype != ref.dtype:
-        raise AssertionError(f"{what}: {out.dtype}{out.shape}, expected {ref.dtype}{ref.shape}")
+    _assert_alike(out, ref, what)
     eps = float(ml_dtypes.finfo(np.asarray(ref).dtype).eps)
     got, want = (np.asarray(a).astype(np.float64) for a in (out, ref))
     same = (got == want) | (np.isnan(got) & np.isnan(want))

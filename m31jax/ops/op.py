@@ -50,8 +50,12 @@ class Cell:
     spec: Mapping[str, Any] = field(hash=False)
 
 
-checked = jaxtyped(typechecker=beartype)
-"""Makes jaxtyping annotations the shape check. Runs while tracing; a compiled step pays nothing."""
+def checked[**P, R](op: Callable[P, R]) -> Callable[P, R]:
+    """Make jaxtyping annotations the shape check, and the op's name the scope of what it traces.
+
+    Both run while tracing; a compiled step pays nothing. A profile's row then names its file.
+    """
+    return jaxtyped(typechecker=beartype)(jax.named_scope(op.__name__)(op))
 
 
 class NoImplementation(NotImplementedError):

@@ -1,1 +1,1 @@
-"""One data-only file per deployment, named `<checkpoint>__<arch>__<topology>`; `cpu` serves any checkpoint."""
+"""One data-only file per deployment, `<checkpoint>__<arch>__<topology>`; `cpu` serves them all."""

@@ -1,4 +1,4 @@
-"""Any checkpoint on CPU, any tensor-parallel width: every op is its reference, and `exact` holds."""
+"""Any checkpoint on CPU, any tensor-parallel width: every op is its reference, `exact` holds."""
 
 from ..target import TargetData
 
