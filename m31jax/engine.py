@@ -16,12 +16,11 @@ from tqdm import tqdm
 
 from sharding import mesh as meshes
 
-from . import bundled, compiles, observe, text
+from . import compiles, observe, text
 from .checkpoint import loader
-from .config import ModelConfig
+from .deployment import Deployment
 from .errors import RequestError, TargetError
 from .finish import Finish, Step
-from .memory import MemoryPlan, plan_memory
 from .model.decoder import Decoder
 from .model.state import DecodeState
 from .ops.op import ROW_TILE
@@ -30,7 +29,6 @@ from .runner import DRAWING, SUPPORTED, Delivery, Runner, Timing, prefill_bucket
 from .sampling import Drawn
 from .scheduler import Scheduler
 from .steps import Prefix, Steps, page_buckets
-from .target import Numerics, Target
 
 Prompt = str | Sequence[int]
 
@@ -43,31 +41,34 @@ class Engine:
       params: the sharded parameters, a pytree; the first argument of the pure steps.
       tokenizer: None when the directory has no tokenizer files.
       memory: the plan that fixed slots, pages and the longest context.
+      deployment: all that was decided before weights were read.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
-        target: Target,
-        numerics: Numerics,
-        memory: MemoryPlan,
+        deployment: Deployment,
         mesh: Mesh,
         leaves: dict[str, Array],
         tokenizer: text.Tokenizer | None,
-        prefill_chunk: int,
     ) -> None:
-        self.config, self.target, self.numerics = config, target, numerics
+        config, target, memory = deployment.config, deployment.target, deployment.memory
+        self.config, self.target, self.numerics = config, target, deployment.numerics
         self.memory, self.mesh, self.tokenizer = memory, mesh, tokenizer
-        graph, self.params = nnx.split(Decoder(config, target, numerics, leaves))
+        self.deployment = deployment
+        graph, self.params = nnx.split(Decoder(config, target, self.numerics, leaves))
         specs = jax.tree.map(lambda a: a.sharding.spec, self.params)
         self.steps = Steps(graph, specs, mesh, memory.spec)
         spec = memory.spec
         self.scheduler = Scheduler(
-            spec.slots, spec.num_pages, config.page_size, memory.max_seq_len, prefill_chunk
+            spec.slots,
+            spec.num_pages,
+            config.page_size,
+            memory.max_seq_len,
+            deployment.prefill_chunk,
         )
         rows = -(-spec.slots // ROW_TILE) * ROW_TILE
         decode_rows = sorted({r for r in target.row_buckets if r < rows} | {rows})
-        self._prefill_rows = prefill_buckets(prefill_chunk, ROW_TILE)
+        self._prefill_rows = prefill_buckets(deployment.prefill_chunk, ROW_TILE)
         self.runner = Runner(
             self.steps, self.params, self.scheduler, self._prefill_rows, decode_rows
         )
@@ -111,29 +112,22 @@ class Engine:
         Raises:
           ConfigError, CheckpointError, TargetError: nothing stays allocated.
         """
-        resolved = Target.resolve(tp, target)
-        path = bundled.locate(model_dir, resolved.settings.cache_dir)
-        config = ModelConfig.from_dir(path)
-        numerics = Numerics.resolve(
-            config,
-            resolved.dtype,
+        deployment = Deployment.resolve(
+            model_dir,
+            tp=tp,
+            target=target,
             dtype=dtype,
             kv_dtype=kv_dtype,
             index_dtype=index_dtype,
             activation_quant=activation_quant,
-        )
-        _refuse_drafter(path, drafter, draft_tokens)
-        chunk = resolved.prefill_chunk if prefill_chunk is None else prefill_chunk
-        if chunk < 1:
-            raise TargetError(f"prefill_chunk={chunk} is below 1; use 1 or more")
-        memory = plan_memory(
-            config,
-            resolved,
-            numerics,
-            slots=max_slots,
+            drafter=drafter,
+            draft_tokens=draft_tokens,
+            max_slots=max_slots,
             max_seq_len=max_seq_len,
             num_pages=num_pages,
+            prefill_chunk=prefill_chunk,
         )
+        path, config = deployment.path, deployment.config
         tokenizer = text.Tokenizer.from_dir(path)
         if tokenizer is not None:
             tokenizer.check_vocab_size(config.vocab_size)
@@ -142,8 +136,8 @@ class Engine:
         elif mesh.shape.get(meshes.TP) != tp:
             raise TargetError(f"mesh {dict(mesh.shape)} has no axis tp of size tp={tp}")
         compiles.counter()
-        leaves = loader.load(path, config, mesh, dtype=numerics.dtype, progress=progress)
-        return cls(config, resolved, numerics, memory, mesh, leaves, tokenizer, chunk)
+        leaves = loader.load(path, config, mesh, dtype=deployment.numerics.dtype, progress=progress)
+        return cls(deployment, mesh, leaves, tokenizer)
 
     # Completions
 
@@ -318,7 +312,7 @@ class Engine:
 
     def explain(self) -> dict[str, Any]:
         """Target, implementations, switches, number formats, buckets and the memory plan."""
-        return explain(self.config, self.target, self.numerics, self.memory)
+        return self.deployment.explain()
 
     # Pure functions for a loop of one's own. State is donated: use the returned one.
 

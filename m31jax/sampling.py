@@ -73,8 +73,9 @@ def gumbel(seed: Array, count: Array, purpose: int, width: int) -> Float32[Array
         ids = jax.vmap(lambda i: jax.random.key_data(jax.random.fold_in(key, i)))(
             jnp.arange(width, dtype=jnp.uint32)
         )
-        uniform = ((ids[:, 0] >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
-        return -jnp.log(-jnp.log(uniform))
+        # 1 - u in (0, 1): fine where u is near 1, where the largest noise comes from, and never 1.
+        below = (ids[:, 0].astype(jnp.float32) + 0.5) * 2.0**-32
+        return -jnp.log(-jnp.log1p(-jnp.minimum(below, 1 - 2.0**-24)))
 
     return jax.vmap(row)(seed, count)
 

@@ -27,11 +27,11 @@ from .model.decoder import Decoder, LayerTrace
 from .model.state import DecodeState, SlotSampling, StateSpec
 from .sampling import Drawn
 
-FIRST_PAGE_BUCKET = 8
+FIRST_PAGE_BUCKET = 32
 
 
 def page_buckets(pages_per_slot: int) -> tuple[int, ...]:
-    """Page-table widths to compile: 8, 32, 128, ... up to all columns.
+    """Page-table widths to compile: 32, 128, 512, ... up to all columns.
 
     The width follows the longest live context, never the configured maximum, so a short request
     costs the same on a server that allows a million tokens.

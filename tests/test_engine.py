@@ -65,7 +65,7 @@ def test_hundred_requests_on_eight_slots_give_their_solo_tokens():
     assert [len(ids) for ids in together] == [one.max_tokens for one in params]
     alone = [tokens(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
     assert together == alone
-    assert len({tuple(ids) for ids in together if len(ids) > 3}) > 80  # not all the same text
+    assert len({tuple(ids) for ids in together}) > 80  # not all the same text
 
 
 def test_completions_keep_prompt_order_and_count_tokens():

@@ -26,7 +26,7 @@ MAY_IMPORT = {
 
 _FORMATS = {"errors", "nvfp4", "mxfp8", "kv_format", "config"}
 _TARGET = _FORMATS | {"ops", "switches", "targets", "target"}
-_STEPS = _TARGET | {"model", "request", "sampling", "speculation"}
+_STEPS = _TARGET | {"model", "request", "sampling"}
 _LOADING = _TARGET | {"weights", "checkpoint", "presets"}
 _HOST = {"errors", "config", "request", "text", "finish", "scheduler"}
 
@@ -42,7 +42,6 @@ MAY_IMPORT_INSIDE = {
     "target": _TARGET,
     "model": _TARGET,
     "sampling": _TARGET | {"model", "request"},
-    "speculation": _TARGET | {"model", "request", "sampling"},
     "steps": _STEPS,
     "weights": _TARGET,
     "checkpoint": _LOADING,
@@ -54,12 +53,13 @@ MAY_IMPORT_INSIDE = {
     "bundled": {"errors", "config", "presets", "checkpoint"},
     "memory": _LOADING | {"model"},
     "compiles": {"errors"},
+    "deployment": _STEPS | _LOADING | {"steps", "bundled", "memory"},
     "runner": _STEPS | _HOST | {"steps"},
     "observe": _STEPS | _HOST | {"steps", "runner"},
     "engine": _STEPS
     | _LOADING
     | _HOST
-    | {"steps", "bundled", "memory", "compiles", "runner", "observe"},
+    | {"steps", "bundled", "memory", "compiles", "deployment", "runner", "observe"},
 }
 """Module or folder of m31jax to the others that it may import. The arrows, which are transitive:
 engine -> steps -> sampling, model -> target -> ops -> number formats and config;
@@ -70,8 +70,7 @@ KERNEL_PACKAGES = {"pallas_kernels", "custom_calls"}
 KERNEL_IMPORTERS = {"ops", "target"}
 ENVIRONMENT_READERS = {"m31jax/target.py", "m31jax/switches.py"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
-DEVICE_READERS = {"m31jax/target.py", "m31jax/engine.py", "m31jax/checkpoint/convert.py"}
-"""The last one converts for the devices that it finds, and is no part of the engine."""
+DEVICE_READERS = {"m31jax/target.py", "m31jax/engine.py"}
 DEVICE_QUERIES = {
     f"jax.{name}"
     for name in (
@@ -367,6 +366,11 @@ def test_rule(rule):
 
 def test_all_packages_are_read():
     assert {source.package for source in shipped()} == set(PACKAGES)
+
+
+def test_every_row_is_of_a_module():
+    there = {source.component for source in shipped() if source.package == "m31jax"}
+    assert there - {"__init__"} == set(MAY_IMPORT_INSIDE)
 
 
 def test_layers_have_no_cycle_but_target_and_its_files():

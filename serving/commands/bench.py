@@ -12,6 +12,7 @@ import click
 
 from .doctor import versions
 from .options import (
+    FORMATS,
     Failure,
     answer_json,
     engine_options,
@@ -97,7 +98,7 @@ def ops(
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["bf16", "mxfp8", "nvfp4"]),
+    type=click.Choice(FORMATS),
     default="nvfp4",
     show_default=True,
     help="How the preset is stored.",

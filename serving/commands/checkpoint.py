@@ -7,10 +7,15 @@ from typing import Any
 import click
 
 from .explain import as_lines
-from .options import Failure, answer_json, json_option, simulate_devices, start_logging
-
-PRESETS = ("tiny", "full")
-FORMATS = ("bf16", "mxfp8", "nvfp4")
+from .options import (
+    FORMATS,
+    PRESETS,
+    Failure,
+    answer_json,
+    json_option,
+    simulate_devices,
+    start_logging,
+)
 
 
 @click.group("checkpoint", short_help="Make, inspect and convert checkpoints.")

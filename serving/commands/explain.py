@@ -5,10 +5,14 @@ from typing import Any
 
 import click
 
-from .options import answer_json, engine_options, json_option, simulate_devices, start_logging
-
-SLOTS = 8
-"""Requests that decode at once, where nobody says otherwise; the default of `Engine.load`."""
+from .options import (
+    answer_json,
+    engine_options,
+    json_option,
+    named,
+    simulate_devices,
+    start_logging,
+)
 
 
 @click.command("explain", short_help="Say what runs where, and why.")
@@ -19,7 +23,7 @@ def command(model: str, as_json: bool, **options: Any) -> None:
     """Print the resolved target of MODEL.
 
     Every op's implementation and why it was chosen, every switch with its state and where that came
-    from, versions, and the memory plan of each device in bytes.
+    from, pins and kernel objects in use, and the memory plan of each device in bytes.
 
     \b
     Examples:
@@ -37,16 +41,9 @@ def explain(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What `Engine.load(model, **options).explain()` would say, without reading a weight."""
     start_logging()
     simulate_devices(options["tp"])
-    from m31jax import ModelConfig, Target, bundled, engine
-    from m31jax.memory import plan_memory
-    from m31jax.target import Numerics
+    from m31jax.deployment import Deployment
 
-    target = Target.resolve(options["tp"], options["target"])
-    config = ModelConfig.from_dir(bundled.locate(model, target.settings.cache_dir))
-    chosen = ("dtype", "kv_dtype", "index_dtype", "activation_quant")
-    numerics = Numerics.resolve(config, target.dtype, **{name: options[name] for name in chosen})
-    memory = plan_memory(config, target, numerics, slots=SLOTS)
-    return engine.explain(config, target, numerics, memory)
+    return Deployment.resolve(model, **named(options)).explain()
 
 
 def as_lines(value: Mapping[str, Any] | Sequence[Any], indent: int = 0) -> list[str]:

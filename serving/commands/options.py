@@ -25,6 +25,10 @@ class Failure(click.ClickException):
         click.echo(f"error: {first}{listed}", file=file, err=file is None)
 
 
+PRESETS = ("tiny", "full")
+FORMATS = ("bf16", "mxfp8", "nvfp4")
+"""The names in `m31jax.presets`, repeated so that `--help` imports no JAX; a test compares them."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Answer with one JSON object.")
 
 _ENGINE_OPTIONS = (
@@ -60,10 +64,13 @@ def load_engine(model: str, options: Mapping[str, Any]) -> "Engine":
     keep_compiled_steps()
     from m31jax import Engine
 
-    chosen = dict(options)
-    if chosen.get("drafter") == "none":
-        chosen["drafter"] = None
-    return Engine.load(model, **chosen)
+    return Engine.load(model, **named(options))
+
+
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `engine_options` as `Engine.load` takes them, whose drafter "none" is None."""
+    is_off = options.get("drafter") == "none"
+    return {**options, "drafter": None} if is_off else dict(options)
 
 
 def simulate_devices(count: int) -> None:

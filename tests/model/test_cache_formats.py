@@ -23,7 +23,7 @@ def logits_by(engine, ids, counts):
     for count in counts:
         token = np.array(ids[start : start + count], np.int32)
         rows = Rows(token, np.full(count, 2, np.int32), np.arange(start, start + count, dtype=np.int32))
-        state, seen = engine.steps.observe(engine.params, state, rows, pages=8, is_traced=False)
+        state, seen = engine.steps.observe(engine.params, state, rows, pages=engine.memory.spec.pages_per_slot, is_traced=False)
         out.append(np.asarray(seen.logits))
         start += count
     assert start == len(ids)
@@ -31,7 +31,12 @@ def logits_by(engine, ids, counts):
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "index_dtype"), [(f, f) for f in FORMATS] + [("nvfp4", "fp8"), ("f32", "nvfp4")]
+    ("kv_dtype", "index_dtype"),
+    [
+        *((fmt, fmt) for fmt in FORMATS),
+        pytest.param("nvfp4", "fp8", marks=pytest.mark.long),
+        pytest.param("f32", "nvfp4", marks=pytest.mark.long),
+    ],
 )
 def test_decode_after_prefill_equals_one_prefill(kv_dtype, index_dtype):
     """Prefill reads the stored values too, so the quantised formats agree to the bit as well."""

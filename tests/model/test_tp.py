@@ -15,8 +15,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 EXACT = ("hidden", "attn_out", "mlp_out", "block_table", "router_ids", "router_weights", "logits")
 
 
-@pytest.mark.parametrize("tp", WIDTHS)
-@pytest.mark.parametrize("which", ["a", "k"])
+long = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("which", "tp"),
+    [
+        ("a", 2),
+        ("k", 8),
+        pytest.param("a", 4, marks=long),
+        pytest.param("a", 8, marks=long),
+        pytest.param("k", 2, marks=long),
+        pytest.param("k", 4, marks=long),
+    ],
+)
 def test_golden_checkpoints(which, tp):
     """Stronger than promised: every traced array is TP1's to the bit, so no margin is needed."""
     golden = engines.golden_arrays(which)
@@ -31,8 +43,14 @@ def test_golden_checkpoints(which, tp):
     assert out.token_ids == golden["long/greedy_ids"].tolist()
 
 
-@pytest.mark.parametrize("rule", ["vendor", "none"])
-@pytest.mark.parametrize("tp", WIDTHS)
+@pytest.mark.parametrize(
+    ("rule", "tp"),
+    [
+        ("vendor", 8),
+        *(pytest.param("vendor", tp, marks=long) for tp in (2, 4)),
+        *(pytest.param("none", tp, marks=long) for tp in WIDTHS),
+    ],
+)
 def test_nvfp4_tiny(tp, rule):
     """NVFP4 experts, MXFP8 projections, NVFP4 cache, blocks dropped: all rows equal, none excused."""
     ids = engines.prompt(640, seed=2, vocab=500)

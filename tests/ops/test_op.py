@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jaxtyping import Float, TypeCheckError
 
 from m31jax.ops import STEMS, cells, op, oracle, rms_norm
@@ -180,7 +181,7 @@ def test_oracle_tells_a_wrong_implementation(monkeypatch):
     right = rms_norm.reference
 
     def wrong(x, weight, *, eps, offset):
-        return right(x, weight, eps=eps, offset=offset + isinstance(x, jax.core.Tracer))
+        return right(x, weight, eps=eps, offset=offset + isinstance(x, Tracer))
 
     monkeypatch.setattr(rms_norm, "reference", wrong)
     verdicts = oracle.run("rms_norm", Kind.REFERENCE)

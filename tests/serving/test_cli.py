@@ -13,10 +13,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from m31jax import Completion, ConfigError, Engine, SamplingParams
+from m31jax import Completion, ConfigError, Engine, SamplingParams, presets
 from m31jax.finish import Step
 from m31jax.request import Usage
 from serving.__main__ import COMMANDS, cli
+from serving.commands.options import FORMATS, PRESETS
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -105,6 +106,25 @@ def test_there_are_documented_lines_and_a_wrong_one_is_seen():
     assert len(list(documented())) >= 8
     with pytest.raises(click.UsageError):
         parse("m31jax generate MODEL --promt hello")
+
+
+def test_the_options_name_every_preset_and_format():
+    assert tuple(presets.PRESETS) == PRESETS
+    assert tuple(presets.FORMATS) == FORMATS
+
+
+def test_the_promised_options_exist():
+    """Those of `generate`, which scripts rely on; `serve`-like commands share the engine's."""
+    promised = (
+        "--prompt --raw --prompt-ids --prompt-file --max-tokens --temperature --top-p --top-k "
+        "--seed --stop --ignore-eos --drafter --draft-tokens --tp --target --dtype --kv-dtype "
+        "--index-dtype --activation-quant --json"
+    )
+    have = {name for option in LEAVES["generate",].params for name in option.opts}
+    assert set(promised.split()) <= have
+    make = {name for option in LEAVES["checkpoint", "make"].params for name in option.opts}
+    promised = "--preset --format --drafter --seed --dry-run --output --drafter-for --from --json"
+    assert set(promised.split()) <= make
 
 
 @pytest.mark.parametrize("path", list(LEAVES), ids=" ".join)
@@ -373,6 +393,7 @@ def test_explain_is_what_the_engine_says(cache):
     explained = answer(run("explain", "tiny", "--kv-dtype", "fp8", "--json"))
     engine = Engine.load("tiny", kv_dtype="fp8", progress=False)
     assert explained == json.loads(json.dumps(engine.explain()))
+    assert explained["pins"] == explained["kernel_objects"] == []
     text = run("explain", "tiny").stdout
     assert "index_score: kind reference, arch cpu" in text
     assert "params_bytes: " in text

@@ -3,10 +3,12 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 
 from m31jax import Engine
+from m31jax.ops import STEMS, rms_norm
 from serving import measure
 from serving.__main__ import cli
 
@@ -86,3 +88,15 @@ def test_bench_step_rows(tmp_path, monkeypatch):
     for row in rows[1:]:
         assert row["ratio"] == pytest.approx(row["median_us"] / row["floor_us"])
         assert sum(row["where"].values()) == pytest.approx(1)
+        assert row["where"]["other"] < 0.5
+        assert len(row["where"]) > 5
+
+
+def test_an_op_is_found_by_its_name_in_what_it_compiles_to():
+    def layer(x, weight):
+        return 2 * rms_norm.rms_norm(x + 1, weight, eps=1e-6, offset=1.0)
+
+    hlo = jax.jit(layer).lower(jnp.ones((9, 64)), jnp.ones(64)).compile().as_text()
+    scopes = list(measure.instruction_scopes(hlo, STEMS).values())
+    assert set(scopes) == {"rms_norm", "other"}
+    assert scopes.count("rms_norm") > 5
