@@ -81,15 +81,19 @@ class Deployment:
         return cls(path, config, resolved, numerics, memory, chunk)
 
     def explain(self) -> dict[str, Any]:
-        """Target, implementations, switches, number formats, buckets and the memory plan."""
+        """Target, implementations, switches, number formats, buckets and the memory plan.
+
+        Of dicts, lists and scalars alone: what `m31jax explain --json` prints.
+        """
         config, memory = self.config, self.memory
+        quantization = dataclasses.asdict(config.quantization)
         return {
             **self.target.explain(),
             "model": {
                 "is_m31": config.is_m31,
                 "layers": config.num_layers,
                 "experts": config.num_experts,
-                "quantization": dataclasses.asdict(config.quantization),
+                "quantization": quantization | {"ignored": list(config.quantization.ignored)},
             },
             "numerics": self.numerics.describe(),
             "page_buckets": list(page_buckets(memory.spec.pages_per_slot)),

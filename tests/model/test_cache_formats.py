@@ -22,8 +22,12 @@ def logits_by(engine, ids, counts):
     out, start = [], 0
     for count in counts:
         token = np.array(ids[start : start + count], np.int32)
-        rows = Rows(token, np.full(count, 2, np.int32), np.arange(start, start + count, dtype=np.int32))
-        state, seen = engine.steps.observe(engine.params, state, rows, pages=engine.memory.spec.pages_per_slot, is_traced=False)
+        rows = Rows(
+            token, np.full(count, 2, np.int32), np.arange(start, start + count, dtype=np.int32)
+        )
+        state, seen = engine.steps.observe(
+            engine.params, state, rows, pages=engine.memory.spec.pages_per_slot, is_traced=False
+        )
         out.append(np.asarray(seen.logits))
         start += count
     assert start == len(ids)
@@ -51,9 +55,7 @@ def test_formats_differ_by_their_rounding():
     """Each format really stores its own values: coarser ones are further from F32."""
     ids = engines.prompt(LENGTH, seed=9)
     logits = {
-        fmt: logits_by(
-            engines.mini(kv_dtype=fmt, index_dtype=fmt, max_seq_len=128), ids, [LENGTH]
-        )
+        fmt: logits_by(engines.mini(kv_dtype=fmt, index_dtype=fmt, max_seq_len=128), ids, [LENGTH])
         for fmt in FORMATS
     }
     error = {fmt: float(np.abs(out - logits["f32"]).mean()) for fmt, out in logits.items()}

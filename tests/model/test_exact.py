@@ -23,7 +23,9 @@ class Batch:
 
     def __init__(self, dtype: str, pages: int) -> None:
         engine = engines.mini(dtype=dtype)
-        spec = replace(engine.memory.spec, slots=SLOTS, num_pages=1 + SLOTS * WIDE, pages_per_slot=WIDE)
+        spec = replace(
+            engine.memory.spec, slots=SLOTS, num_pages=1 + SLOTS * WIDE, pages_per_slot=WIDE
+        )
         self.engine, self.pages = engine, pages
         self.steps = replace(engine.steps, spec=spec)
         self.next = [engines.prompt(VERIFY, seed=100 + slot) for slot in range(SLOTS)]
