@@ -5,10 +5,11 @@ import statistics
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m31jax import SamplingParams
+from m31jax import Engine, SamplingParams
 from tests import engines
 from tests.long_limit import MILLION, PROMPT, SMALL, engine
 
@@ -16,7 +17,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 STEPS = 40
 
 
-def mini():
+def mini() -> Engine:
     return engines.mini(max_seq_len=128)
 
 
@@ -50,43 +51,63 @@ def test_the_old_state_is_gone_after_a_step():
     assert after.lanes["k"].is_deleted()
 
 
-def compiled(name: str, is_greedy: bool = True) -> str:
-    """HLO of one of the steps that generate runs."""
-    one, state = mini(), mini().runner.state
+def compiled(one: Engine, name: str) -> str:
+    """HLO of a step as generate runs it, over the widest page bucket."""
+    state, pages = one.runner.state, one.memory.spec.pages_per_slot
     if name == "decode":
         slots = np.zeros(8, np.int32)
-        lowered = one.steps.decode.lower(one.params, state, slots, pages=8, is_greedy=is_greedy)
+        lowered = one.steps.decode.lower(one.params, state, slots, pages=pages, is_greedy=True)
     else:
         scalars = np.int32(0), np.int32(1), np.bool_(True)
         ids = np.zeros(64, np.int32)
-        lowered = one.steps.prefill.lower(one.params, state, np.int32(0), ids, *scalars, pages=8)
+        lowered = one.steps.prefill.lower(
+            one.params, state, np.int32(0), ids, *scalars, pages=pages
+        )
     return lowered.compile().as_text()
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill"])
-def test_no_copy_of_a_pool_in_the_compiled_step(name):
-    text = compiled(name)
-    for lane in mini().runner.state.lanes.values():
+def whole_pools(text: str, state) -> list[str]:
+    """Instructions that make another pool: copies, and conversions to another number type."""
+    found = []
+    for lane in state.lanes.values():
         shape = ",".join(map(str, lane.shape))
         assert f"[{shape}]" in text  # the pool is there under this shape
-        found = re.findall(rf"\S+ = f32\[{shape}\]\S* copy(?:-start)?\(.*", text)
-        assert not found, found
+        found += re.findall(rf"\S+ = \w+\[{shape}\]\S* (?:copy|copy-start|convert)\(.*", text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("one", "name"),
+    [(mini, "decode"), (mini, "prefill"), (lambda: engine(SMALL), "decode")],
+    ids=["f32-decode", "f32-prefill", "nvfp4-decode"],
+)
+def test_no_second_pool_in_the_compiled_step(one, name):
+    text = compiled(one(), name)
+    assert whole_pools(text, one().runner.state) == []
     assert "input_output_alias" in text
 
 
-def test_the_search_for_copies_finds_one():
-    """The same pattern sees the copy in a step that gives a pool back and keeps the old one."""
-    lane = mini().runner.state.lanes["k"]
-    step = jax.jit(lambda pool: (pool, pool.at[0, 1].set(1.0)), donate_argnums=0)
-    text = step.lower(lane).compile().as_text()
-    shape = ",".join(map(str, lane.shape))
-    assert re.search(rf"= f32\[{shape}\]\S* copy(?:-start)?\(", text)
+def test_the_search_finds_a_copy_and_a_conversion():
+    """In a step that also gives the old pool back, and in one that scatters 8-bit floats on CPU."""
+    state = mini().runner.state
+
+    def keep(lanes):
+        return lanes, {name: lane.at[:, 1].set(1) for name, lane in lanes.items()}
+
+    def scatter(lanes):
+        at = jnp.array([1, 3])
+        eight = {name: lane.astype(jnp.float8_e4m3fn) for name, lane in lanes.items()}
+        return {name: lane.at[:, at].set(2) for name, lane in eight.items()}
+
+    for step, word in ((keep, "copy"), (scatter, "convert")):
+        text = jax.jit(step).lower(state.lanes).compile().as_text()
+        assert any(f" {word}(" in line for line in whole_pools(text, state))
 
 
 def test_step_time_does_not_grow_with_the_pool():
     """A pool 2048 times as large (94 MB); steps of both alternate, so that both see one machine."""
     times: dict[int, list[float]] = {SMALL: [], MILLION: []}
-    states, slots = {}, np.zeros(1, np.int32)
+    states = {}
     slots = np.array([0] + [-1] * 7, np.int32)
     for limit in times:
         states[limit] = engine(limit).init_state()

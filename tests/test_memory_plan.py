@@ -1,20 +1,28 @@
 """Bytes and sizes of the cache: exact, in integers of any size, and refused with what would fit."""
 
+import functools
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
 
+from m31jax import weights
 from m31jax.checkpoint import plan
 from m31jax.engine import device_mesh
 from m31jax.errors import TargetError
 from m31jax.kv_format import KVFormat
 from m31jax.memory import MemoryPlan, cpu_budget_bytes, plan_memory
+from m31jax.model.decoder import Decoder
 from m31jax.model.state import LANES, StateSpec, abstract, lane_shapes, page_bytes
+from m31jax.ops import pages
 from m31jax.presets import FORMATS, FULL, TINY
 from m31jax.steps import Steps, page_buckets
 from m31jax.target import Numerics, Target
+from sharding import rules
 from tests.engines import MINI
 
 M31 = replace(FULL, quantization=FORMATS["nvfp4"])
@@ -119,6 +127,52 @@ def test_a_million_tokens_for_every_slot(tp):
     assert page_buckets(8192) == (32, 128, 512, 2048, 8192)
 
 
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_step_of_a_million_tokens_traces(tp):
+    """One layer of full width over the whole page table, in abstract shapes."""
+    config = replace(M31, num_layers=1, moe_layers=(True,), sparse_layers=(True,))
+    target, mesh = Target.resolve(tp, "cpu"), device_mesh(tp)
+    numerics = Numerics.resolve(config, "bfloat16")
+    spec = plan_of(config, tp=tp, max_seq_len=MILLION, budget_bytes=PLENTY).spec
+    leaves = {
+        leaf.name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, rules.spec(leaf.axes))
+        )
+        for leaf in weights.expand(config, tp, numerics.dtype, with_sources=False).parameters
+    }
+    graph, params = nnx.split(Decoder(config, target, numerics, leaves))
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    steps = Steps(graph, specs, mesh, spec)
+    state, drawn = jax.eval_shape(
+        functools.partial(steps.decode, pages=spec.pages_per_slot, is_greedy=True),
+        params,
+        abstract(spec)[0],
+        jax.ShapeDtypeStruct((8,), np.int32),
+    )
+    assert drawn.token.shape == (8,)
+    assert {name: (lane.shape, lane.dtype) for name, lane in state.lanes.items()} == {
+        name: (lane.shape, lane.dtype) for name, lane in lane_shapes(spec).items()
+    }
+
+
+@pytest.mark.long
+def test_rows_behind_the_two_gigabyte_mark():
+    """Written and read where a 32-bit flat offset would wrap to page 0 and 15."""
+    num_pages = (1 << 31) // (16 * 128) + 16
+    last = num_pages - 1
+    assert num_pages * 16 * 128 > 1 << 31
+    pool = pages.Stored(jnp.zeros((1, num_pages, 1, 16, 128), jnp.uint8))
+    values = pages.Stored(jnp.full((2, 1, 128), 7, jnp.uint8))
+    write = jax.jit(pages.write, static_argnums=2, donate_argnums=0)
+    pool = write(pool, values, 0, jnp.array([last, num_pages]), jnp.array([15, 3]))
+    seen = jax.jit(pages.read, static_argnums=1)(pool, 0, jnp.array([last, 0, 15]))
+    data = np.array(seen.data)
+    assert (data[0, 0, 15] == 7).all()
+    data[0, 0, 15] = 0
+    assert not data.any()
+    assert np.count_nonzero(np.asarray(pool.data)) == 128
+
+
 def test_a_budget_too_small_names_the_longest_that_fits():
     budget = 4 << 30
     longest = (budget // (128 * 38880) - 1) * 128
@@ -138,13 +192,13 @@ def test_offsets_of_the_last_page_fit_their_integers(kv):
     The pool is indexed axis by axis, so no flat offset is ever an int32.
     """
     page = page_bytes(spec_of(FULL, 1, kv, kv, pages=1))
-    for pages in (2**31 // page, 2**31 // page + 1, 2**31 // (128 * 64), PLENTY // page):
-        spec = spec_of(FULL, 1, kv, kv, pages=pages, columns=8192)
+    for count in (2**31 // page, 2**31 // page + 1, 2**31 // (128 * 64), PLENTY // page):
+        spec = spec_of(FULL, 1, kv, kv, pages=count, columns=8192)
         for name, (shape, dtype, _) in lane_shapes(spec).items():
             assert max(shape) < 2**31, name
             strides = [int(np.prod(shape[axis + 1 :], dtype=object)) for axis in range(len(shape))]
             last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-            assert (last + 1) * dtype.itemsize == pages * _page_bytes_of(spec, name)
+            assert (last + 1) * dtype.itemsize == count * _page_bytes_of(spec, name)
     assert (last + 1) > 2**31  # the case was reached
 
 

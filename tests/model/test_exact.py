@@ -1,4 +1,4 @@
-"""A request's logits do not depend on its neighbours, the row count or the page-table width: to the bit."""
+"""A request's logits do not depend on neighbours, row counts or table width: to the bit."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ class Batch:
         return np.stack(out).reshape(SLOTS, steps, -1)
 
     def check(self, solo: np.ndarray, count: int) -> None:
-        """One step of `count` rows: some slots absent, and from 9 rows on several rows a request."""
+        """One step of `count` rows: some slots absent, from 9 rows on several a request."""
         each = -(-count // SLOTS)
         wanted = [(slot, step) for slot in range(SLOTS) for step in range(each)]
         wanted = sorted(sorted(wanted, key=lambda pair: pair[1])[:count])

@@ -9,8 +9,8 @@ from tests import engines
 from tests.golden import golden_dir
 
 # Root mean square logit error in units of the logits' standard deviation. Measured, a / k: mxfp8
-# 0.336 / 0.138, nvfp4 0.400 / 0.173. Random weights amplify rounding: a few rows change an expert or
-# a block. Unrelated logits are at 1.2 and more (the last test).
+# 0.336 / 0.138, nvfp4 0.400 / 0.173. Random weights amplify rounding: a few rows change an
+# expert or a block. Unrelated logits are at 1.2 and more (the last test).
 LIMITS = {"mxfp8": 0.4, "nvfp4": 0.5}
 
 

@@ -52,7 +52,7 @@ def test_golden_checkpoints(which, tp):
     ],
 )
 def test_nvfp4_tiny(tp, rule):
-    """NVFP4 experts, MXFP8 projections, NVFP4 cache, blocks dropped: all rows equal, none excused."""
+    """NVFP4 experts, MXFP8 projections, NVFP4 cache, blocks dropped: every row equal."""
     ids = engines.prompt(640, seed=2, vocab=500)
     engine = engines.tiny(tp=tp, activation_quant=rule, max_seq_len=1024)
     trace = engine.trace(ids)
@@ -64,7 +64,7 @@ def test_nvfp4_tiny(tp, rule):
 
 
 def test_tokens_of_every_rank_are_the_same():
-    """The hash of sampled and greedy tokens over ranks, from each device's own copy of the result."""
+    """Hash of sampled and greedy tokens a rank, from each device's own copy of the result."""
     engine = engines.mini(tp=8, max_seq_len=128)
     assert engine.config.num_kv_heads < 8
     state = engine.init_state()
@@ -83,7 +83,7 @@ def test_tokens_of_every_rank_are_the_same():
     assert len(set(np.asarray(drawn.token)[:8].tolist())) > 1
 
 
-@pytest.mark.parametrize("tp", (1, *WIDTHS))
+@pytest.mark.parametrize("tp", [1, *WIDTHS])
 def test_each_rank_loads_what_the_plan_says(tp):
     engine = engines.tiny(tp=tp, activation_quant="vendor", max_seq_len=1024)
     expected = plan.plan(engine.config, tp, engine.numerics.dtype).bytes_per_rank
@@ -103,7 +103,7 @@ def test_impossible_widths_are_refused_before_loading(tp, monkeypatch):
 
 
 def test_eight_ranks_share_four_kv_heads():
-    """Field report: K, V and per-head norms were cut below one head. Pairs of ranks hold one head."""
+    """Field report: K, V and norms were cut below one head. Pairs of ranks hold one head."""
     engine = engines.tiny(tp=8, activation_quant="vendor", max_seq_len=1024)
     assert engine.config.num_kv_heads == engine.config.index_num_heads == 4
     attention = engine.params["layers"][1]["self_attn"]

@@ -102,6 +102,14 @@ def test_documented_lines_parse(line):
     parse(line)
 
 
+@pytest.mark.parametrize("file", ["README.md", "CONTRIBUTING.md"])
+def test_documented_files_exist(file):
+    text = (REPOSITORY / file).read_text("utf-8")
+    named = re.findall(r"`((?:m31jax|tests|serving|sharding|tools)/[\w./-]+)`", text)
+    assert len(named) >= 5
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
 def test_there_are_documented_lines_and_a_wrong_one_is_seen():
     assert len(list(documented())) >= 8
     with pytest.raises(click.UsageError):
