@@ -16,7 +16,7 @@ CONFIG = replace(
     sparse_layers=(True,),
     max_position_embeddings=MILLION,
 )
-SMALL = 512  # 32 pages of 16 tokens: the second page bucket, as on the large engine
+SMALL = MILLION // 16
 PROMPT = 448
 
 
@@ -29,7 +29,7 @@ def folder() -> Path:
 
 @functools.cache
 def engine(max_seq_len: int) -> Engine:
-    """NVFP4 lanes, so that the pool of a million tokens takes 94 MB; the prompt is one chunk."""
+    """NVFP4 lanes: the pool of a million tokens takes 94 MB. The prompt is one chunk."""
     return Engine.load(
         folder(),
         kv_dtype="nvfp4",

@@ -105,7 +105,7 @@ def test_the_search_finds_a_copy_and_a_conversion():
 
 
 def test_step_time_does_not_grow_with_the_pool():
-    """A pool 2048 times as large (94 MB); steps of both alternate, so that both see one machine."""
+    """94 MB against a sixteenth of it; steps of both alternate, so that both see one machine."""
     times: dict[int, list[float]] = {SMALL: [], MILLION: []}
     states = {}
     slots = np.array([0] + [-1] * 7, np.int32)
