@@ -62,13 +62,14 @@ def pool(rng: np.random.Generator, shape: tuple[int, ...], fmt: KVFormat) -> Sto
     parts = kv_format.parts(fmt, shape[-1])
     width, dtype = parts["data"]
     if fmt is not KVFormat.NVFP4:
-        data = rng.standard_normal(shape, np.float32).astype(dtype)
-        data[:, 0] = _LOUD
-        return Stored(jnp.asarray(data))
+        values = rng.standard_normal(shape, np.float32)
+        values[:, 0] = _LOUD
+        stored = values.astype(_E4M3).view(dtype) if fmt is KVFormat.FP8 else values.astype(dtype)
+        return Stored(jnp.asarray(stored))
     data = rng.integers(0, 256, (*shape[:-1], width), np.uint8)
     scale = rng.integers(0x24, 0x35, (*shape[:-1], parts["scale"][0]), np.uint8)  # 3/16 to 13/16
     data[:, 0], scale[:, 0] = 0x77, 0x7E  # 6 and 448
-    return Stored(jnp.asarray(data), jnp.asarray(scale.view(_E4M3)))
+    return Stored(jnp.asarray(data), jnp.asarray(scale))
 
 
 def empty_pool(shape: tuple[int, ...], fmt: KVFormat) -> Stored:
