@@ -46,10 +46,10 @@ demo: $(BIN)/.installed
 	@$(BIN)/m31jax demo
 
 test: $(BIN)/.installed-test
-	$(BIN)/python -m pytest -m "not long and not gpu and not checkpoint" -n $(WORKERS) -rs --cov
+	$(BIN)/python -m pytest -m "not long and not gpu and not checkpoint" -n $(WORKERS) --dist worksteal -rs --cov
 
 test-long: $(BIN)/.installed-test
-	$(BIN)/python -m pytest -m "not gpu and not checkpoint" -n $(WORKERS) -rs --cov
+	$(BIN)/python -m pytest -m "not gpu and not checkpoint" -n $(WORKERS) --dist worksteal -rs --cov
 
 lint: $(BIN)/.installed-test
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float32
 
 from . import linear
 from .compare import assert_ulp
-from .op import REFERENCE, Cell, Impl, Kind, checked, map_tiles, no_implementation
+from .op import REFERENCE, Cell, Impl, Kind, at_least_two, checked, map_tiles, no_implementation
 from .weight import Weight, dequantize, split_input
 
 CELLS = (
@@ -57,8 +57,10 @@ def row_linear(
 def sliced_product(rows: Array, values: Array) -> Array:
     """[T, K] rows against [S, N, k] values: float32 [T, S, N]."""
     slices, _, width = values.shape
-    cut = rows.reshape(rows.shape[0], slices, width)  # T S k
-    return jnp.moveaxis(linear.product("tsk,snk->stn", cut, values), 0, 1)
+    # A batch of one product takes other code than a batch of several, as one rank of many has.
+    cut = at_least_two(rows.reshape(rows.shape[0], slices, width), axis=1)  # T S k
+    out = linear.product("tsk,snk->stn", cut, at_least_two(values, axis=0))
+    return jnp.moveaxis(out[:slices], 0, 1)
 
 
 def reference(x: Array, weight: Weight, *, slices: int, quantize_input: bool) -> Array:

@@ -57,9 +57,15 @@ def _chunk_sizes(which: str) -> list[int]:
     return [1, 7, block - 1, block, block + 1, WHOLE]
 
 
-@pytest.mark.parametrize(
-    ("which", "chunk"), [(which, chunk) for which in "ak" for chunk in _chunk_sizes(which)]
-)
+QUICK = (("a", 7), ("a", 17), ("k", 1), ("k", 128), ("k", 129))
+
+
+def _chunk_cells() -> list:
+    cells = [(which, chunk) for which in "ak" for chunk in _chunk_sizes(which)]
+    return [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.long) for cell in cells]
+
+
+@pytest.mark.parametrize(("which", "chunk"), _chunk_cells())
 def test_greedy_tokens_for_every_prefill_chunk(which, chunk):
     """Paged prefill in chunks, then decode, all three prompts sharing the batch."""
     golden = engines.golden_arrays(which)

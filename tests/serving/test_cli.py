@@ -383,6 +383,7 @@ def test_demo_json(stub):
 # The real thing
 
 
+@pytest.mark.long  # `.ci/run` runs `make demo` and looks at its answer
 def test_demo_runs_with_nothing_configured(tmp_path):
     environ = os.environ | {"M31JAX_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
